@@ -1,0 +1,211 @@
+"""Layers shared by the target and the draft head.
+
+Axes: B batch, T query, S cache, K kv heads, G query heads per kv head, H head dim, D model, F MLP.
+
+A layer computes in the dtype of its parameters; norms, rotary embedding and softmax in f32.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from clover_jax import rope
+from clover_jax.config import TargetConfig
+
+_ACTIVATIONS = {
+    "silu": nn.silu,
+    "gelu": functools.partial(nn.gelu, approximate=False),
+    "gelu_pytorch_tanh": functools.partial(nn.gelu, approximate=True),
+    "relu": nn.relu,
+}
+
+
+@jax.custom_vjp
+def matmul(x: jax.Array, kernel: jax.Array) -> jax.Array:
+    """x [..., I] @ kernel [I, O] -> f32 [..., O], multiplied in the kernel's dtype.
+
+    Both products of the backward pass multiply in that dtype too: without this rule the f32
+    cotangent would turn each of them into a product in f32.
+    """
+    return jnp.dot(x.astype(kernel.dtype), kernel, preferred_element_type=jnp.float32)
+
+
+def _matmul_forward(
+    x: jax.Array, kernel: jax.Array
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array, jax.Array]]:
+    # The empty array carries x's dtype to the backward pass.
+    return matmul(x, kernel), (x.astype(kernel.dtype), kernel, jnp.empty((0,), x.dtype))
+
+
+def _matmul_backward(
+    saved: tuple[jax.Array, jax.Array, jax.Array], cotangent: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    x, kernel, like_x = saved
+    g = cotangent.astype(kernel.dtype)
+    dx = jax.lax.dot_general(
+        g, kernel, (((g.ndim - 1,), (1,)), ((), ())), preferred_element_type=jnp.float32
+    )
+    leading = tuple(range(x.ndim - 1))
+    dkernel = jax.lax.dot_general(
+        x, g, ((leading, leading), ((), ())), preferred_element_type=jnp.float32
+    )
+    return dx.astype(like_x.dtype), dkernel.astype(kernel.dtype)
+
+
+matmul.defvjp(_matmul_forward, _matmul_backward)
+
+
+class Dense(nn.Module):
+    """y = x @ kernel + bias, f32 [..., features]."""
+
+    features: int
+    use_bias: bool = False
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        kernel = self.param(
+            "kernel", nn.initializers.lecun_normal(), (x.shape[-1], self.features), jnp.float32
+        )
+        y = matmul(x, kernel)
+        if self.use_bias:
+            y += self.param("bias", nn.initializers.zeros, (self.features,), jnp.float32)
+        return y
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) * scale over the last axis, f32."""
+
+    epsilon: float
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        scale = self.param("scale", nn.initializers.ones, (x.shape[-1],), jnp.float32)
+        x = x.astype(jnp.float32)
+        mean_square = jnp.mean(jnp.square(x), axis=-1, keepdims=True)
+        return x * jax.lax.rsqrt(mean_square + self.epsilon) * scale.astype(jnp.float32)
+
+
+class LayerKV(NamedTuple):
+    """Keys and values of one layer, each [B, K, S, H] (cache) or [B, K, T, H] (new tokens)."""
+
+    k: jax.Array
+    v: jax.Array
+
+
+class Context(NamedTuple):
+    """What the tokens of one forward pass share in every layer.
+
+    Attributes:
+      cos, sin: f32 [B, T, H/2].
+      block_mask: bool [T, T] or [B, T, T], which new token sees which.
+      cache_mask: bool [B, S], which cache slots are seen by all of them.
+    """
+
+    cos: jax.Array
+    sin: jax.Array
+    block_mask: jax.Array
+    cache_mask: jax.Array
+
+
+def attend(q: jax.Array, new: LayerKV, cache: LayerKV | None, context: Context) -> jax.Array:
+    """Attention over the cache and over the new tokens, without joining the two.
+
+    Args:
+      q: [B, T, K*G, H], rotated.
+      new: keys and values of the T tokens.
+      cache: keys and values of earlier tokens, or None.
+
+    Returns:
+      [B, T, K*G*H], f32.
+    """
+    batch, queries, heads, head_dim = q.shape
+    kv_heads = new.k.shape[1]
+    groups = heads // kv_heads
+    # The queries that share a kv head become the rows (M = T*G) of one product per kv head.
+    q = (q * head_dim**-0.5).reshape(batch, queries, kv_heads, groups, head_dim)
+    q = jnp.moveaxis(q, 2, 1).reshape(batch, kv_heads, queries * groups, head_dim)
+
+    def scores(keys: jax.Array, mask: jax.Array) -> jax.Array:  # mask [B or 1, T or 1, S]
+        s = jnp.einsum("bkmh,bksh->bkms", q, keys, preferred_element_type=jnp.float32)
+        s = s.reshape(batch, kv_heads, queries, groups, s.shape[-1])
+        return jnp.where(mask[:, None, :, None], s, -jnp.inf)
+
+    mask = context.block_mask
+    blocks = [(new, scores(new.k, mask if mask.ndim == 3 else mask[None]))]
+    if cache is not None:
+        blocks.append((cache, scores(cache.k, context.cache_mask[:, None])))
+    # One softmax over both blocks; every token sees itself, so the maximum is finite.
+    maximum = functools.reduce(
+        jnp.maximum, [jnp.max(s, axis=-1, keepdims=True) for _, s in blocks]
+    )
+    total, out = jnp.float32(0), jnp.float32(0)
+    for kv, s in blocks:
+        weights = jnp.exp(s - jax.lax.stop_gradient(maximum))
+        total += jnp.sum(weights, axis=-1, keepdims=True)  # [B, K, T, G, 1]
+        rows = weights.reshape(batch, kv_heads, queries * groups, s.shape[-1])
+        product = jnp.einsum(
+            "bkms,bksh->bkmh", rows.astype(kv.v.dtype), kv.v, preferred_element_type=jnp.float32
+        )
+        out += product.reshape(batch, kv_heads, queries, groups, head_dim)
+    return jnp.moveaxis(out / total, 1, 2).reshape(batch, queries, heads * head_dim)
+
+
+class Attention(nn.Module):
+    """Grouped-query self-attention with rotary positions."""
+
+    config: TargetConfig
+
+    @nn.compact
+    def __call__(
+        self, x: jax.Array, cache: LayerKV | None, context: Context, dtype: jnp.dtype
+    ) -> tuple[jax.Array, LayerKV]:
+        c = self.config
+
+        def project(name: str, heads: int) -> jax.Array:
+            y = Dense(heads * c.head_dim, c.qkv_bias, name=name)(x)
+            return y.reshape(*x.shape[:2], heads, c.head_dim)
+
+        q = rope.apply(project("q_proj", c.num_heads), context.cos, context.sin)
+        k = rope.apply(project("k_proj", c.num_kv_heads), context.cos, context.sin)
+        v = project("v_proj", c.num_kv_heads)
+        new = LayerKV(*(jnp.moveaxis(a.astype(dtype), 1, 2) for a in (k, v)))  # [B, K, T, H]
+        out = attend(q.astype(dtype), new, cache, context)
+        return Dense(c.hidden_size, c.out_bias, name="o_proj")(out), new
+
+
+class MLP(nn.Module):
+    """down(act(gate(x)) * up(x))."""
+
+    config: TargetConfig
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        c = self.config
+        gate = Dense(c.intermediate_size, c.mlp_bias, name="gate_proj")(x)
+        up = Dense(c.intermediate_size, c.mlp_bias, name="up_proj")(x)
+        return Dense(c.hidden_size, c.mlp_bias, name="down_proj")(
+            _ACTIVATIONS[c.hidden_act](gate) * up
+        )
+
+
+class DecoderLayer(nn.Module):
+    """Pre-norm decoder layer; the residual stream keeps its dtype."""
+
+    config: TargetConfig
+
+    @nn.compact
+    def __call__(
+        self, x: jax.Array, cache: LayerKV | None, context: Context
+    ) -> tuple[jax.Array, LayerKV]:
+        """x [B, T, D] -> ([B, T, D], keys and values of the T tokens)."""
+        epsilon = self.config.rms_norm_eps
+        normed = RMSNorm(epsilon, name="input_layernorm")(x)
+        attended, new = Attention(self.config, name="self_attn")(normed, cache, context, x.dtype)
+        x = x + attended.astype(x.dtype)
+        normed = RMSNorm(epsilon, name="post_attention_layernorm")(x)
+        return x + MLP(self.config, name="mlp")(normed).astype(x.dtype), new

@@ -1,0 +1,107 @@
+"""The target: a decoder of the Llama family as a pure function of parameters, tokens and cache.
+
+Axes: B batch, T query tokens, S cache slots, D model, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from clover_jax.cache import KVCache
+from clover_jax.config import TargetConfig
+from clover_jax.layers import Context, DecoderLayer, RMSNorm, matmul
+
+
+def causal_mask(length: int) -> jax.Array:
+    """bool [T, T]: token i sees tokens 0..i."""
+    return jnp.tril(jnp.ones((length, length), bool))
+
+
+class Target(nn.Module):
+    """Llama decoder. Parameters carry Hugging Face's names; kernels are [in, out].
+
+    The layers are unrolled: a cache that passes through a scan is copied at every step.
+    """
+
+    config: TargetConfig
+
+    def setup(self) -> None:
+        c = self.config
+        init = nn.initializers.normal(0.02)
+        self.embed_tokens = self.param(
+            "embed_tokens", init, (c.vocab_size, c.hidden_size), jnp.float32
+        )
+        self.layers = [DecoderLayer(c, name=f"layers_{i}") for i in range(c.num_layers)]
+        self.norm = RMSNorm(c.rms_norm_eps)
+        if not c.tie_word_embeddings:
+            self.lm_head = self.param("lm_head", init, (c.vocab_size, c.hidden_size), jnp.float32)
+
+    def __call__(
+        self,
+        tokens: jax.Array,
+        positions: jax.Array,
+        block_mask: jax.Array,
+        cache: KVCache | None = None,
+        cache_length: jax.Array | None = None,
+        span: jax.Array | None = None,
+    ) -> tuple[jax.Array, KVCache]:
+        """One forward pass; the cache is read, never written.
+
+        Args:
+          tokens: int32 [B, T].
+          positions: int32 [B, T].
+          block_mask: bool [T, T] or [B, T, T], which of the T tokens sees which; each sees itself.
+          cache: keys and values of earlier tokens, arrays [B, K, S, H], or None for none.
+          cache_length: int32 [B]; slots below it are seen by every token.
+          span: int32 [B, T], the sequence length each token is computed at, for `dynamic` rotary
+            scaling; by default the longest position of the row in this pass, as in transformers.
+
+        Returns:
+          The last layer's output before the final norm, [B, T, D] in the dtype of the embedding,
+          and the keys and values of the T tokens, arrays [B, K, T, H].
+        """
+        context = pass_context(
+            self.config, positions, block_mask, cache, cache_length, span
+        )
+        x = self.embed(tokens)
+        new = []
+        for i, layer in enumerate(self.layers):
+            x, layer_kv = layer(x, cache[i] if cache is not None else None, context)
+            new.append(layer_kv)
+        return x, tuple(new)
+
+    def embed(self, tokens: jax.Array) -> jax.Array:
+        """int32 [...] -> [..., D]."""
+        return self.embed_tokens[tokens]
+
+    def normalize(self, hidden: jax.Array) -> jax.Array:
+        """The final norm: [..., D] -> f32 [..., D]."""
+        return self.norm(hidden)
+
+    def logits(self, hidden: jax.Array) -> jax.Array:
+        """Pre-norm hidden states [..., D] -> f32 logits [..., V]."""
+        head = self.embed_tokens if self.config.tie_word_embeddings else self.lm_head
+        return matmul(self.norm(hidden), head.T)
+
+
+def pass_context(
+    config: TargetConfig,
+    positions: jax.Array,
+    block_mask: jax.Array,
+    cache: KVCache | None,
+    cache_length: jax.Array | None,
+    span: jax.Array | None = None,
+) -> Context:
+    """What one forward pass over [B, T] positions shares between its layers."""
+    if span is None:
+        span = jnp.max(positions, axis=1, keepdims=True) + 1
+    cos, sin = config.rope.tables(positions, span)
+    batch = positions.shape[0]
+    if cache is None or cache_length is None:
+        cache_mask = jnp.zeros((batch, 0), bool)
+    else:
+        slots = cache[0].k.shape[2]
+        cache_mask = jnp.arange(slots)[None, :] < cache_length[:, None]
+    return Context(cos=cos, sin=sin, block_mask=block_mask, cache_mask=cache_mask)

@@ -1,0 +1,333 @@
+"""The decode loop: propose, verify, accept, commit; as one compiled `while_loop`.
+
+Plain decoding is the same loop with a tree that is only its root. One step of a row that has
+`length` tokens in its caches and the last emitted token as root of the tree:
+
+    propose   the head fills the tree                            tokens  [B, N]
+    verify    the target reads cache + tree in one pass          logits  [B, N, V], hidden [B, N, D]
+    accept    follow the target's choices                        path    [B, L], count [B]
+    commit    keys and values of the path enter the cache        length += count
+    advance   the head reads the accepted tokens                 state   [B, D]
+
+Axes: B batch, N tree nodes, L = depth of the tree + 1, S cache slots, C prompt chunk, R room for
+new tokens, E end-of-sequence ids, D model, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+from clover_jax import cache as kv
+from clover_jax.config import DraftConfig, TargetConfig
+from clover_jax.draft import DraftHead
+from clover_jax.target import Target, causal_mask
+from clover_jax.tree import Tree
+from infer.accept import Accepted, accept
+from infer.propose import Draft, propose
+from infer.sampling import Sampling, choose, gumbel_noise
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """What a compiled loop is specialised to, besides the sizes of its arrays.
+
+    Attributes:
+      target: the target's config.
+      draft: the head's, or None for plain decoding.
+      tree: the draft tree; without paths for plain decoding.
+    """
+
+    target: TargetConfig
+    draft: DraftConfig | None
+    tree: Tree
+
+    def __post_init__(self) -> None:
+        if (self.draft is None) != (self.tree.depth == 0):
+            raise ValueError("a draft head needs a tree with paths, and plain decoding has neither")
+
+
+class Weights(NamedTuple):
+    """Parameters of the target, and the head made ready for drafting (or None)."""
+
+    target: Any
+    draft: Draft | None
+
+
+class Request(NamedTuple):
+    """What was asked for; all of it traced, so that nothing of it recompiles.
+
+    Attributes:
+      sampling: settings of each row.
+      budget: int32 [B], the most tokens to emit.
+      eos_ids: int32 [E], tokens that end a row; padded with -1.
+    """
+
+    sampling: Sampling
+    budget: jax.Array
+    eos_ids: jax.Array
+
+
+@flax.struct.dataclass
+class DecodeState:
+    """Everything that changes from step to step.
+
+    Attributes:
+      output: int32 [B, R], new tokens.
+      emitted: int32 [B], how many there are.
+      ended: bool [B], the last one is an end-of-sequence token.
+      length: int32 [B], tokens in the caches.
+      root: int32 [B], the last token, not yet in the caches.
+      target_cache: arrays [B, K, S, H].
+      draft_cache: the head's, alike; () without a head.
+      draft_state: [B, D], s_0 at the root; None without a head.
+      passes: int32 [B], target passes the row took part in while unfinished, prefill included.
+      accepted: int32 [B, L], verify passes that emitted at least 1, 2, ... tokens.
+    """
+
+    output: jax.Array
+    emitted: jax.Array
+    ended: jax.Array
+    length: jax.Array
+    root: jax.Array
+    target_cache: kv.KVCache
+    draft_cache: kv.KVCache
+    draft_state: jax.Array | None
+    passes: jax.Array
+    accepted: jax.Array
+
+
+def running(state: DecodeState, request: Request) -> jax.Array:
+    """bool [B]: rows that still emit."""
+    return ~state.ended & (state.emitted < request.budget)
+
+
+def prefill(
+    shape: Shape,
+    weights: Weights,
+    request: Request,
+    prompt: jax.Array,
+    prompt_length: jax.Array,
+    slots: int,
+    room: int,
+    chunk: int,
+) -> DecodeState:
+    """Reads the prompts in chunks and emits each row's first token.
+
+    Args:
+      prompt: int32 [B, P], left-aligned, P a multiple of `chunk`; ids beyond a row's length are
+        ignored.
+      prompt_length: int32 [B], at least 1.
+      slots: S.
+      room: R.
+      chunk: C; no score matrix is larger than [C, S + C].
+    """
+    batch = prompt.shape[0]
+    target = Target(shape.target)
+    target_vars = {"params": weights.target}
+    dtype = weights.target["embed_tokens"].dtype
+    mask = causal_mask(chunk)
+
+    def read_chunk(index: jax.Array, carry: tuple[Any, ...]) -> tuple[Any, ...]:
+        target_cache, draft_cache, last_hidden = carry
+        start = index * chunk
+        columns = start + jnp.arange(chunk)
+        positions = jnp.broadcast_to(columns, (batch, chunk))
+        tokens = jax.lax.dynamic_slice_in_dim(prompt, start, chunk, axis=1)
+        span = jnp.broadcast_to(prompt_length[:, None], positions.shape)
+        before = jnp.minimum(prompt_length, start)
+        hidden, new = target.apply(
+            target_vars, tokens, positions, mask, target_cache, before, span
+        )
+        inside = positions < prompt_length[:, None]
+        target_cache = kv.commit(target_cache, new, jnp.where(inside, positions, slots))
+        is_last = positions == prompt_length[:, None] - 1
+        last_hidden = jnp.where(
+            jnp.any(is_last, axis=1)[:, None],
+            hidden[jnp.arange(batch), jnp.argmax(is_last, axis=1)],
+            last_hidden,
+        )
+        if shape.draft is not None:
+            # The head reads (h_t, x_{t+1}); the last position waits for the first new token.
+            following = jnp.take(prompt, columns + 1, axis=1, mode="fill", fill_value=0)
+            _, new = DraftHead(shape.draft).apply(
+                {"params": weights.draft.params},
+                hidden,
+                weights.draft.embedding[following],
+                positions,
+                mask,
+                draft_cache,
+                before,
+                span,
+                method="advance",
+            )
+            known = positions < prompt_length[:, None] - 1
+            draft_cache = kv.commit(draft_cache, new, jnp.where(known, positions, slots))
+        return target_cache, draft_cache, last_hidden
+
+    carry = (
+        kv.init(shape.target, batch, slots, dtype),
+        kv.init(shape.draft.block, batch, slots, dtype) if shape.draft is not None else (),
+        jnp.zeros((batch, shape.target.hidden_size), dtype),
+    )
+    chunks = (jnp.max(prompt_length) + chunk - 1) // chunk
+    target_cache, draft_cache, last_hidden = jax.lax.fori_loop(0, chunks, read_chunk, carry)
+
+    logits = target.apply(target_vars, last_hidden, method="logits")
+    noise = gumbel_noise(request.sampling, prompt_length, shape.target.vocab_size)
+    first = choose(logits, noise, request.sampling)
+    wanted = request.budget > 0
+    state = DecodeState(
+        output=jnp.zeros((batch, room), jnp.int32).at[:, 0].set(first),
+        emitted=wanted.astype(jnp.int32),
+        ended=wanted & jnp.isin(first, request.eos_ids),
+        length=prompt_length - 1,
+        root=first,
+        target_cache=target_cache,
+        draft_cache=draft_cache,
+        draft_state=None,
+        passes=jnp.ones((batch,), jnp.int32),
+        accepted=jnp.zeros((batch, shape.tree.depth + 1), jnp.int32),
+    )
+    depth = shape.tree.depth + 1
+    path_hidden = jnp.broadcast_to(last_hidden[:, None], (batch, depth, last_hidden.shape[-1]))
+    return _advance(
+        shape, weights, state, path_hidden, jnp.broadcast_to(first[:, None], (batch, depth)),
+        jnp.ones((batch,), jnp.int32),
+    )
+
+
+def decode(
+    shape: Shape, weights: Weights, request: Request, state: DecodeState, max_steps: jax.Array
+) -> DecodeState:
+    """Runs until every row has finished, or for `max_steps` (int32 scalar) steps."""
+
+    def go_on(carry: tuple[jax.Array, DecodeState]) -> jax.Array:
+        step, state = carry
+        return (step < max_steps) & jnp.any(running(state, request))
+
+    def body(carry: tuple[jax.Array, DecodeState]) -> tuple[jax.Array, DecodeState]:
+        step, state = carry
+        return step + 1, decode_step(shape, weights, request, state)
+
+    return jax.lax.while_loop(go_on, body, (jnp.int32(0), state))[1]
+
+
+def decode_step(
+    shape: Shape, weights: Weights, request: Request, state: DecodeState
+) -> DecodeState:
+    """One pass of the target: every unfinished row emits between 1 and L tokens."""
+    tree, sampling = shape.tree, request.sampling
+    slots = state.target_cache[0].k.shape[2]
+    noise = [
+        gumbel_noise(sampling, state.length + 1 + depth, shape.target.vocab_size)
+        for depth in range(tree.depth + 1)
+    ]
+    tokens = state.root[:, None]
+    if shape.draft is not None:
+        tokens = propose(
+            shape.draft, weights.draft, tree, state.draft_state, state.root, noise, sampling
+        )
+
+    positions = state.length[:, None] + tree.depths
+    hidden, new, logits = _verify(shape, weights, state, jnp.maximum(tokens, 0), positions)
+    path = accept(tree, tokens, logits, noise, sampling)
+
+    active = running(state, request)
+    room_left = request.budget - state.emitted
+    is_eos = jnp.isin(path.tokens, request.eos_ids)
+    never = tree.depth + 2  # beyond any count
+    until_eos = jnp.where(jnp.any(is_eos, axis=1), jnp.argmax(is_eos, axis=1) + 1, never)
+    count = jnp.where(active, jnp.minimum(jnp.minimum(path.count, until_eos), room_left), 0)
+
+    steps = jnp.arange(tree.depth + 1)
+    emitted_here = steps < count[:, None]  # [B, L]
+    rows = jnp.arange(tokens.shape[0])[:, None]
+    where = jnp.where(emitted_here, state.emitted[:, None] + steps, state.output.shape[1])
+    last = jnp.maximum(count - 1, 0)[:, None]
+    state = state.replace(
+        output=state.output.at[rows, where].set(path.tokens, mode="drop"),
+        emitted=state.emitted + count,
+        ended=state.ended | (active & (until_eos <= count)),
+        root=jnp.where(
+            active, jnp.take_along_axis(path.tokens, last, axis=1)[:, 0], state.root
+        ),
+        target_cache=kv.commit(
+            state.target_cache, new, _slots_of_path(tree, path, emitted_here, positions, slots)
+        ),
+        passes=state.passes + active,
+        accepted=state.accepted + emitted_here,
+    )
+    path_hidden = jnp.take_along_axis(hidden, path.nodes[..., None], axis=1)
+    return _advance(shape, weights, state, path_hidden, path.tokens, count)
+
+
+def _verify(
+    shape: Shape, weights: Weights, state: DecodeState, tokens: jax.Array, positions: jax.Array
+) -> tuple[jax.Array, kv.KVCache, jax.Array]:
+    """The target over cache and tree: hidden [B, N, D], new keys and values, logits [B, N, V]."""
+    target, variables = Target(shape.target), {"params": weights.target}
+    hidden, new = target.apply(
+        variables,
+        tokens,
+        positions,
+        jnp.asarray(shape.tree.ancestors),
+        state.target_cache,
+        state.length,
+        positions + 1,
+    )
+    return hidden, new, target.apply(variables, hidden, method="logits")
+
+
+def _slots_of_path(
+    tree: Tree, path: Accepted, emitted: jax.Array, positions: jax.Array, slots: int
+) -> jax.Array:
+    """int32 [B, N]: the cache slot of each node on the emitted path; `slots`, out of range, else."""
+    on_path = path.nodes[:, :, None] == jnp.arange(tree.size)  # [B, L, N]
+    kept = jnp.any(on_path & emitted[:, :, None], axis=1)
+    return jnp.where(kept, positions, slots)
+
+
+def _advance(
+    shape: Shape,
+    weights: Weights,
+    state: DecodeState,
+    path_hidden: jax.Array,
+    path_tokens: jax.Array,
+    count: jax.Array,
+) -> DecodeState:
+    """Moves `length` over `count` [B] tokens, and lets the head read them.
+
+    Args:
+      path_hidden: [B, L, D], h of the tokens that enter the caches.
+      path_tokens: int32 [B, L], the token after each.
+    """
+    if shape.draft is None:
+        return state.replace(length=state.length + count)
+    steps = jnp.arange(path_tokens.shape[1])
+    positions = state.length[:, None] + steps
+    states, new = DraftHead(shape.draft).apply(
+        {"params": weights.draft.params},
+        path_hidden,
+        weights.draft.embedding[path_tokens],
+        positions,
+        causal_mask(path_tokens.shape[1]),
+        state.draft_cache,
+        state.length,
+        positions + 1,
+        method="advance",
+    )
+    slots = state.draft_cache[0].k.shape[2]
+    write = jnp.where(steps < count[:, None], positions, slots)
+    last = jnp.maximum(count - 1, 0)[:, None, None]
+    fresh = jnp.take_along_axis(states, last, axis=1)[:, 0]
+    held = state.draft_state
+    return state.replace(
+        length=state.length + count,
+        draft_cache=kv.commit(state.draft_cache, new, write),
+        draft_state=fresh if held is None else jnp.where((count > 0)[:, None], fresh, held),
+    )

@@ -1,0 +1,91 @@
+"""Drafting: the head fills the tree level by level.
+
+Axes: B batch, N tree nodes, F nodes of one level, D model, W draft vocabulary, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from clover_jax.config import DraftConfig
+from clover_jax.draft import DraftHead
+from clover_jax.layers import matmul
+from clover_jax.tree import Tree
+from infer.sampling import Sampling, process
+
+
+class Draft(NamedTuple):
+    """A head made ready for drafting.
+
+    Attributes:
+      params: the head's own parameters.
+      lm_rows: [W, D], rows of the target's LM head for the tokens it may propose.
+      token_ids: int32 [W], those tokens.
+      embedding: [V, D], e: the target's token embedding or its LM head.
+    """
+
+    params: Any
+    lm_rows: jax.Array
+    token_ids: jax.Array
+    embedding: jax.Array
+
+
+def propose(
+    config: DraftConfig,
+    draft: Draft,
+    tree: Tree,
+    state: jax.Array,
+    root: jax.Array,
+    noise: Sequence[jax.Array],
+    sampling: Sampling,
+) -> jax.Array:
+    """Fills the tree.
+
+    The children of a node are the tokens with the largest processed draft logit plus noise, the
+    noise being the one the target will choose with.
+
+    Args:
+      state: [B, D], s_0 at the root.
+      root: int32 [B], the root's token.
+      noise: per depth 1.. of the tree, f32 [B, V].
+
+    Returns:
+      int32 [B, N] tokens in node order; -1, which nothing matches, where the draft vocabulary has
+      fewer tokens than the tree asks for.
+    """
+    head = DraftHead(config)
+    variables = {"params": draft.params}
+    tokens = root[:, None]
+    states, features = state[:, None], head.apply(variables, state, method="first_features")
+    features = features[:, None]  # [B, F, D], F = 1
+    frontier = np.zeros(1, np.int32)  # the nodes whose children come next
+    for depth in range(1, tree.depth + 1):
+        level = tree.level(depth)
+        logits = matmul(features, draft.lm_rows.T)  # [B, F, W]
+        level_noise = jnp.take(noise[depth - 1], draft.token_ids, axis=1)
+        scores = jax.vmap(process, in_axes=(1, None), out_axes=1)(logits, sampling)
+        scores = scores + level_noise[:, None]
+        wanted = int(tree.ranks[level].max()) + 1
+        _, best = jax.lax.top_k(scores, min(wanted, scores.shape[-1]))
+        children = draft.token_ids[best]
+        children = jnp.pad(
+            children, ((0, 0), (0, 0), (0, wanted - best.shape[-1])), constant_values=-1
+        )
+        parent = np.searchsorted(frontier, tree.parents[level])
+        level_tokens = children[:, parent, tree.ranks[level]]  # [B, nodes of the level]
+        tokens = jnp.concatenate([tokens, level_tokens], axis=1)
+
+        inner = np.isin(level, tree.parents)
+        if not inner.any():
+            break
+        embeddings = draft.embedding[jnp.maximum(level_tokens[:, inner], 0)]
+        states, features = head.apply(
+            variables, states[:, parent[inner]], embeddings, method="extend"
+        )
+        frontier = level[inner]
+    return tokens

@@ -1,0 +1,128 @@
+"""One training step: the frozen teacher and the head in one compiled program."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import flax.struct
+import flax.traverse_util
+import jax
+import jax.numpy as jnp
+import optax
+
+from clover_jax.config import DraftConfig, TargetConfig
+from clover_jax.target import Target, causal_mask
+from train.loss import LossWeights, Teacher, Vocabulary, distillation_loss
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """What the compiled step is specialised to.
+
+    Attributes:
+      target, draft: the two models.
+      loss: weights of its terms.
+      compute_dtype: dtype the head's kernels are cast to for products; the f32 masters stay.
+    """
+
+    target: TargetConfig
+    draft: DraftConfig
+    loss: LossWeights
+    compute_dtype: str
+
+
+class Frozen(NamedTuple):
+    """Arrays the step reads and never changes: the target and what the head borrows from it."""
+
+    target: Any
+    vocabulary: Vocabulary
+
+
+@flax.struct.dataclass
+class TrainState:
+    """Everything training changes. The data position is the step (see data.Batches)."""
+
+    step: jax.Array
+    params: Any
+    opt_state: optax.OptState
+
+
+def make_optimizer(
+    learning_rate: float,
+    total_steps: int,
+    warmup_steps: int,
+    weight_decay: float,
+    clip_norm: float,
+) -> tuple[optax.GradientTransformation, optax.Schedule]:
+    """AdamW (0.9, 0.95) with clipping by global norm, linear warm-up and cosine decay to zero.
+
+    Weight decay acts on kernels only.
+    """
+    schedule = optax.warmup_cosine_decay_schedule(
+        init_value=0.0,
+        peak_value=learning_rate,
+        warmup_steps=min(warmup_steps, max(total_steps - 1, 0)),
+        decay_steps=total_steps,
+    )
+
+    def is_kernel(params: Any) -> Any:
+        flat = flax.traverse_util.flatten_dict(params)
+        return flax.traverse_util.unflatten_dict({p: p[-1] == "kernel" for p in flat})
+
+    optimizer = optax.chain(
+        optax.clip_by_global_norm(clip_norm),
+        optax.adamw(schedule, b1=0.9, b2=0.95, weight_decay=weight_decay, mask=is_kernel),
+    )
+    return optimizer, schedule
+
+
+def teach(target: TargetConfig, target_params: Any, tokens: jax.Array) -> Teacher:
+    """The frozen target over a batch, int32 [B, T]."""
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+    model, variables = Target(target), {"params": target_params}
+    hidden, _ = model.apply(variables, tokens, positions, causal_mask(tokens.shape[1]))
+    return Teacher(hidden, model.apply(variables, hidden, method="normalize"))
+
+
+def batch_loss(
+    recipe: Recipe, params: Any, frozen: Frozen, tokens: jax.Array, mask: jax.Array
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """Loss and metrics of one batch, differentiable in the head's parameters."""
+    teacher = jax.lax.stop_gradient(teach(recipe.target, frozen.target, tokens))
+    return distillation_loss(
+        recipe.draft,
+        recipe.loss,
+        cast_kernels(params, jnp.dtype(recipe.compute_dtype)),
+        teacher,
+        frozen.vocabulary,
+        tokens,
+        mask,
+    )
+
+
+def train_step(
+    recipe: Recipe,
+    optimizer: optax.GradientTransformation,
+    state: TrainState,
+    frozen: Frozen,
+    tokens: jax.Array,
+    mask: jax.Array,
+) -> tuple[TrainState, dict[str, jax.Array]]:
+    """One update. tokens int32 [B, T], mask bool [B, T]."""
+    grad = jax.value_and_grad(lambda p: batch_loss(recipe, p, frozen, tokens, mask), has_aux=True)
+    (loss, metrics), gradients = grad(state.params)
+    updates, opt_state = optimizer.update(gradients, state.opt_state, state.params)
+    metrics = metrics | {"loss": loss, "gradient_norm": optax.global_norm(gradients)}
+    return (
+        TrainState(state.step + 1, optax.apply_updates(state.params, updates), opt_state),
+        metrics,
+    )
+
+
+def cast_kernels(params: Any, dtype: jnp.dtype) -> Any:
+    """Parameters with their kernels in `dtype`, so that products are computed in it."""
+    flat = flax.traverse_util.flatten_dict(params)
+    return flax.traverse_util.unflatten_dict(
+        {p: x.astype(dtype) if p[-1] == "kernel" else x for p, x in flat.items()}
+    )
