@@ -15,23 +15,35 @@ KVCache = tuple[LayerKV, ...]
 
 
 def init(config: TargetConfig, batch: int, slots: int, dtype: jnp.dtype) -> KVCache:
-    """An empty cache: per layer two arrays [B, K, S, H] of zeros."""
-    shape = (batch, config.num_kv_heads, slots, config.head_dim)
+    """An empty cache: per layer keys [B, K, H, S] and values [B, K, S, H] of zeros."""
+    heads, width = config.num_kv_heads, config.head_dim
     return tuple(
-        LayerKV(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)) for _ in range(config.num_layers)
+        LayerKV(
+            k=jnp.zeros((batch, heads, width, slots), dtype),
+            v=jnp.zeros((batch, heads, slots, width), dtype),
+        )
+        for _ in range(config.num_layers)
     )
 
 
+def num_slots(cache: KVCache) -> int:
+    """S."""
+    return cache[0].v.shape[2]
+
+
 def commit(cache: KVCache, new: KVCache, slots: jax.Array) -> KVCache:
-    """Writes new keys and values into their slots.
+    """Writes the keys and values of T new tokens into their slots.
 
     Args:
-      cache: arrays [B, K, S, H].
-      new: arrays [B, K, T, H].
       slots: int32 [B, T]; a token whose slot is S is dropped, nothing is ever clamped.
     """
 
-    def write(held: jax.Array, fresh: jax.Array, slot: jax.Array) -> jax.Array:
-        return held.at[:, slot].set(fresh.astype(held.dtype), mode="drop")
+    def write(held: LayerKV, fresh: LayerKV, slot: jax.Array) -> LayerKV:  # one row
+        return LayerKV(
+            k=held.k.at[:, :, slot].set(fresh.k.astype(held.k.dtype), mode="drop"),
+            v=held.v.at[:, slot].set(fresh.v.astype(held.v.dtype), mode="drop"),
+        )
 
-    return jax.tree.map(lambda held, fresh: jax.vmap(write)(held, fresh, slots), cache, new)
+    return tuple(
+        jax.vmap(write)(held, fresh, slots) for held, fresh in zip(cache, new, strict=True)
+    )

@@ -91,7 +91,10 @@ class RMSNorm(nn.Module):
 
 
 class LayerKV(NamedTuple):
-    """Keys and values of one layer, each [B, K, S, H] (cache) or [B, K, T, H] (new tokens)."""
+    """Keys [B, K, H, S] and values [B, K, S, H] of one layer, S slots or new tokens.
+
+    Keys lie transposed, so that both products of the attention read their operand as it lies.
+    """
 
     k: jax.Array
     v: jax.Array
@@ -124,14 +127,14 @@ def attend(q: jax.Array, new: LayerKV, cache: LayerKV | None, context: Context) 
       [B, T, K*G*H], f32.
     """
     batch, queries, heads, head_dim = q.shape
-    kv_heads = new.k.shape[1]
+    kv_heads = new.v.shape[1]
     groups = heads // kv_heads
     # The queries that share a kv head become the rows (M = T*G) of one product per kv head.
     q = (q * head_dim**-0.5).reshape(batch, queries, kv_heads, groups, head_dim)
     q = jnp.moveaxis(q, 2, 1).reshape(batch, kv_heads, queries * groups, head_dim)
 
     def scores(keys: jax.Array, mask: jax.Array) -> jax.Array:  # mask [B or 1, T or 1, S]
-        s = jnp.einsum("bkmh,bksh->bkms", q, keys, preferred_element_type=jnp.float32)
+        s = jnp.einsum("bkmh,bkhs->bkms", q, keys, preferred_element_type=jnp.float32)
         s = s.reshape(batch, kv_heads, queries, groups, s.shape[-1])
         return jnp.where(mask[:, None, :, None], s, -jnp.inf)
 
@@ -173,7 +176,10 @@ class Attention(nn.Module):
         q = rope.apply(project("q_proj", c.num_heads), context.cos, context.sin)
         k = rope.apply(project("k_proj", c.num_kv_heads), context.cos, context.sin)
         v = project("v_proj", c.num_kv_heads)
-        new = LayerKV(*(jnp.moveaxis(a.astype(dtype), 1, 2) for a in (k, v)))  # [B, K, T, H]
+        new = LayerKV(
+            k=jnp.transpose(k.astype(dtype), (0, 2, 3, 1)),  # [B, K, H, T]
+            v=jnp.transpose(v.astype(dtype), (0, 2, 1, 3)),  # [B, K, T, H]
+        )
         out = attend(q.astype(dtype), new, cache, context)
         return Dense(c.hidden_size, c.out_bias, name="o_proj")(out), new
 

@@ -9,7 +9,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from clover_jax.cache import KVCache
+from clover_jax.cache import KVCache, num_slots
 from clover_jax.config import TargetConfig
 from clover_jax.layers import Context, DecoderLayer, RMSNorm, matmul
 
@@ -53,14 +53,14 @@ class Target(nn.Module):
           tokens: int32 [B, T].
           positions: int32 [B, T].
           block_mask: bool [T, T] or [B, T, T], which of the T tokens sees which; each sees itself.
-          cache: keys and values of earlier tokens, arrays [B, K, S, H], or None for none.
+          cache: keys and values of earlier tokens, S slots, or None for none.
           cache_length: int32 [B]; slots below it are seen by every token.
           span: int32 [B, T], the sequence length each token is computed at, for `dynamic` rotary
             scaling; by default the longest position of the row in this pass, as in transformers.
 
         Returns:
           The last layer's output before the final norm, [B, T, D] in the dtype of the embedding,
-          and the keys and values of the T tokens, arrays [B, K, T, H].
+          and the keys and values of the T tokens.
         """
         context = pass_context(
             self.config, positions, block_mask, cache, cache_length, span
@@ -102,6 +102,6 @@ def pass_context(
     if cache is None or cache_length is None:
         cache_mask = jnp.zeros((batch, 0), bool)
     else:
-        slots = cache[0].k.shape[2]
+        slots = num_slots(cache)
         cache_mask = jnp.arange(slots)[None, :] < cache_length[:, None]
     return Context(cos=cos, sin=sin, block_mask=block_mask, cache_mask=cache_mask)

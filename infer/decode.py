@@ -82,7 +82,7 @@ class DecodeState:
       ended: bool [B], the last one is an end-of-sequence token.
       length: int32 [B], tokens in the caches.
       root: int32 [B], the last token, not yet in the caches.
-      target_cache: arrays [B, K, S, H].
+      target_cache: keys and values of every layer.
       draft_cache: the head's, alike; () without a head.
       draft_state: [B, D], s_0 at the root; None without a head.
       passes: int32 [B], target passes the row took part in while unfinished, prefill included.
@@ -222,7 +222,7 @@ def decode_step(
 ) -> DecodeState:
     """One pass of the target: every unfinished row emits between 1 and L tokens."""
     tree, sampling = shape.tree, request.sampling
-    slots = state.target_cache[0].k.shape[2]
+    slots = kv.num_slots(state.target_cache)
     noise = [
         gumbel_noise(sampling, state.length + 1 + depth, shape.target.vocab_size)
         for depth in range(tree.depth + 1)
@@ -321,7 +321,7 @@ def _advance(
         positions + 1,
         method="advance",
     )
-    slots = state.draft_cache[0].k.shape[2]
+    slots = kv.num_slots(state.draft_cache)
     write = jnp.where(steps < count[:, None], positions, slots)
     last = jnp.maximum(count - 1, 0)[:, None, None]
     fresh = jnp.take_along_axis(states, last, axis=1)[:, 0]

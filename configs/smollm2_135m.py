@@ -1,0 +1,14 @@
+"""A head for SmolLM2-135M-Instruct, from conversations it wrote itself (train/synthesize.py)."""
+
+from train.config import DistillConfig
+
+config = DistillConfig(
+    target="smollm2-135m",
+    data=("data/smollm2_135m.jsonl",),
+    output="runs/smollm2_135m",
+    max_length=512,
+    batch_size=16,
+    epochs=8,
+    draft_vocab=8192,
+    eval_fraction=0.02,
+)

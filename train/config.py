@@ -1,0 +1,50 @@
+"""The settings of a distillation run."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, ClassVar
+
+from train.options import option
+
+
+@dataclasses.dataclass(frozen=True)
+class DistillConfig:
+    """Everything train/distill.py can be told; each field is a command-line option."""
+
+    target: str = option("smollm2-135m", "'smollm2-135m', a folder, a GGUF file or a hub name")
+    data: tuple[str, ...] = option((), "JSON or JSONL files with conversations, or globs")
+    output: str = option("runs/distill", "folder for checkpoints, metrics and the exported head")
+
+    max_length: int = option(2048, "tokens of a training sample; longer ones are cut")
+    eval_fraction: float = option(0.02, "share of the conversations held back for evaluation")
+    batch_size: int = option(16, "samples per step")
+    epochs: float = option(21.0, "passes over the data")
+
+    num_layers: int = option(2, "layers of the augmenting block")
+    num_steps: int = option(5, "draft tokens supervised per position (the paper's heads)")
+    draft_vocab: int = option(0, "tokens the head proposes from, the most frequent ones; 0: all")
+
+    learning_rate: float = option(1e-3, "peak rate of AdamW, after warm-up and before decay to 0")
+    warmup_steps: int = option(100, "steps of linear warm-up")
+    weight_decay: float = option(0.01, "decoupled weight decay of the kernels")
+    clip_norm: float = option(1.0, "global norm the gradients are clipped to")
+    head_decay: float = option(0.7, "loss weight of each draft step relative to the one before")
+    hidden_weight: float = option(1.0, "weight of the hidden-state loss")
+    ce_weight: float = option(1.0, "weight of the cross-entropy with the target's distribution")
+
+    dtype: str = option("bfloat16", "dtype of the matrix products; master weights are float32")
+    seed: int = option(0, "seed of the initial head and of the order of the data")
+    log_every: int = option(10, "steps between metrics")
+    eval_every: int = option(250, "steps between evaluations")
+    save_every: int = option(250, "steps between checkpoints")
+    keep: int = option(2, "checkpoints kept")
+
+    # What may change between a run and its resumption.
+    _FREE: ClassVar[tuple[str, ...]] = ("output", "log_every", "eval_every", "save_every", "keep")
+
+    def fixed(self) -> dict[str, Any]:
+        """The settings that a resumed run must share, as JSON values."""
+        fields = dataclasses.asdict(self)
+        return {k: list(v) if isinstance(v, tuple) else v for k, v in fields.items()
+                if k not in self._FREE}

@@ -1,0 +1,292 @@
+"""Distils a Clover-2 head from a frozen target.
+
+    python train/distill.py --config configs/smollm2_135m.py [--option value ...]
+
+Conversations become token ids with a mask of the assistant turns; the frozen target and the head
+run in one compiled step; orbax keeps head, optimizer and step, and the same command resumes from
+the last checkpoint; at the end the head is exported to OUTPUT/head.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from tensorboardX import SummaryWriter
+from tqdm import tqdm
+
+from clover_jax.config import DraftConfig
+from clover_jax.weights.clover import Head, save_head
+from clover_jax.weights.fingerprint import fingerprint
+from infer.load import Model, load
+from train.checkpoint import Checkpoints
+from train.config import DistillConfig
+from train.data import Batch, Batches, Corpus, evaluation_batches, load_corpus, split, token_frequencies
+from train.initialize import initialize_head
+from train.loss import LossWeights, Vocabulary
+from train.options import add_options, build, load_config
+from train.step import (
+    Frozen,
+    Recipe,
+    TrainState,
+    batch_loss,
+    make_optimizer,
+    teach,
+    train_step,
+)
+
+
+def distill(config: DistillConfig) -> Path:
+    """Trains and exports a head; returns its folder."""
+    model = load_target_model(config)
+    corpus, held_back = read_data(config, model)
+    draft_ids = choose_draft_vocabulary(config, corpus, model.config.vocab_size)
+    draft = DraftConfig.for_target(
+        model.config, config.num_layers, None if draft_ids is None else len(draft_ids)
+    )
+    recipe = Recipe(
+        target=model.config,
+        draft=draft,
+        loss=LossWeights(config.head_decay, config.hidden_weight, config.ce_weight),
+        compute_dtype=config.dtype,
+    )
+    frozen = freeze(config, model, draft_ids)
+
+    batches = Batches(corpus, config.batch_size, config.seed, length(config, corpus))
+    total = max(round(config.epochs * len(corpus) / config.batch_size), 1)
+    optimizer, schedule = make_optimizer(
+        config.learning_rate, total, config.warmup_steps, config.weight_decay, config.clip_norm
+    )
+    step = jax.jit(functools.partial(train_step, recipe, optimizer), donate_argnums=0)
+    evaluate = jax.jit(functools.partial(batch_loss, recipe))
+
+    output = Path(config.output)
+    target_print = fingerprint(model.config, model.params)
+    run = config.fixed() | {"samples": len(corpus), "target_fingerprint": target_print}
+    started = time.time()
+    with Checkpoints(output / "checkpoints", config.keep) as checkpoints, SummaryWriter(
+        str(output / "tensorboard")
+    ) as writer:
+        state = initial_state(config, recipe, optimizer, frozen, batches.batch_at(0))
+        state = checkpoints.restore(state, run) or state
+        first = int(state.step)
+        if first:
+            print(f"resumed at step {first} of {total}")
+        bar = tqdm(total=total, initial=first, unit="step", smoothing=0.05, dynamic_ncols=True)
+        meter = Meter(bar, writer, schedule)
+        for index in range(first, total):
+            batch = batches.batch_at(index)
+            state, metrics = step(state, frozen, batch.tokens, batch.mask)
+            meter.count(batch)
+            if (index + 1) % config.log_every == 0 or index + 1 == total:
+                meter.report(index + 1, metrics)
+            if (index + 1) % config.eval_every == 0 or index + 1 == total:
+                report_evaluation(config, evaluate, state, frozen, held_back, writer, index + 1)
+                meter.restart()
+            if (index + 1) % config.save_every == 0 or index + 1 == total:
+                checkpoints.save(state, run)
+        bar.close()
+
+    folder = output / "head"
+    head = Head(
+        config=draft,
+        params=jax.device_get(state.params),
+        draft_ids=draft_ids,
+        target_fingerprint=target_print,
+        metadata={
+            "recipe": config.fixed(),
+            "samples": len(corpus),
+            "tokens": len(corpus.ids),
+            "steps": total,
+            "seconds": round(time.time() - started),
+        },
+        decay_coefficient=config.head_decay,
+    )
+    save_head(folder, head, jnp.bfloat16)
+    print(f"head exported to {folder}")
+    return folder
+
+
+def load_target_model(config: DistillConfig) -> Model:
+    """The frozen target, its products in the run's dtype."""
+    if config.target == "smollm2-135m":
+        model = load(config.target, dtype=config.dtype)
+    else:
+        model = load(target=config.target, dtype=config.dtype)
+    if model.tokenizer is None:
+        raise ValueError(f"{config.target} has no tokenizer, which training data needs")
+    return model
+
+
+def read_data(config: DistillConfig, model: Model) -> tuple[Corpus, Corpus]:
+    """Conversations for training and for evaluation; says what was skipped and why."""
+    if not config.data:
+        raise ValueError("no training data; give --data files")
+    corpus, report = load_corpus(config.data, model.tokenizer, config.max_length)
+    print(report)
+    training, held_back = split(corpus, config.eval_fraction)
+    if config.eval_fraction > 0 and not len(held_back):
+        raise ValueError(
+            f"eval_fraction {config.eval_fraction} of {len(corpus)} conversations holds back none; "
+            "raise it, or set it to 0"
+        )
+    print(
+        f"{len(training)} conversations, {len(training.ids):,} tokens, "
+        f"{int(training.mask.sum()):,} supervised; {len(held_back)} held back"
+    )
+    return training, held_back
+
+
+def length(config: DistillConfig, corpus: Corpus) -> int:
+    """T of every batch: the longest sample, in multiples of 64, at most max_length."""
+    return min(-(-corpus.longest() // 64) * 64, config.max_length)
+
+
+def choose_draft_vocabulary(
+    config: DistillConfig, corpus: Corpus, vocab_size: int
+) -> np.ndarray | None:
+    """int32 [W], the most frequent supervised tokens, most frequent first; None for all."""
+    if not config.draft_vocab or config.draft_vocab >= vocab_size:
+        return None
+    counts = token_frequencies(corpus, vocab_size)
+    ids = np.argsort(-counts, kind="stable")[: config.draft_vocab].astype(np.int32)
+    print(
+        f"draft vocabulary of {len(ids)} tokens covers "
+        f"{counts[ids].sum() / max(counts.sum(), 1):.2%} of the supervised tokens"
+    )
+    return ids
+
+
+def freeze(config: DistillConfig, model: Model, draft_ids: np.ndarray | None) -> Frozen:
+    """What the step reads and never changes."""
+    lm_head = model.params["embed_tokens" if model.config.tie_word_embeddings else "lm_head"]
+    vocab_size = model.config.vocab_size
+    ids = np.arange(vocab_size) if draft_ids is None else draft_ids
+    index = np.full(vocab_size, -1, np.int32)
+    index[ids] = np.arange(len(ids))
+    vocabulary = Vocabulary(
+        lm_rows=lm_head[ids].astype(config.dtype),
+        index=jnp.asarray(index),
+        embedding=model.params["embed_tokens"],
+    )
+    return Frozen(model.params, vocabulary)
+
+
+def initial_state(
+    config: DistillConfig, recipe: Recipe, optimizer: Any, frozen: Frozen, batch: Batch
+) -> TrainState:
+    """A new head, scaled to the target's hidden states on the first batch."""
+    teacher = jax.jit(functools.partial(teach, recipe.target))(frozen.target, batch.tokens)
+    inside = jnp.arange(batch.tokens.shape[1]) < jnp.asarray(batch.lengths)[:, None]
+    squares = jnp.mean(jnp.square(teacher.hidden.astype(jnp.float32)), axis=-1)
+    rms = float(jnp.sqrt(jnp.sum(squares * inside) / jnp.sum(inside)))
+    params = initialize_head(recipe.draft, frozen.target, jax.random.key(config.seed), rms)
+    return TrainState(jnp.int32(0), params, optimizer.init(params))
+
+
+class Meter:
+    """Progress bar and TensorBoard."""
+
+    def __init__(self, bar: Any, writer: SummaryWriter, schedule: Any) -> None:
+        self._bar, self._writer, self._schedule = bar, writer, schedule
+        self.restart()
+
+    def restart(self) -> None:
+        """Starts the clock of the throughput again, after work that is not training."""
+        self._tokens, self._since = 0, time.perf_counter()
+
+    def count(self, batch: Batch) -> None:
+        """Counts the real tokens of a batch."""
+        self._tokens += int(batch.lengths.sum())
+        self._bar.update()
+
+    def report(self, step: int, metrics: dict[str, jax.Array]) -> None:
+        """Shows and writes the metrics of one step."""
+        values = jax.device_get(metrics)
+        speed = self._tokens / (time.perf_counter() - self._since)
+        self._bar.set_postfix_str(
+            f"loss {values['loss']:.3f}, accuracy {_percent(values['accuracy'])}, "
+            f"{speed:,.0f} tokens/s"
+        )
+        write_scalars(self._writer, "train", values, step)
+        self._writer.add_scalar("train/tokens_per_second", speed, step)
+        self._writer.add_scalar("train/learning_rate", float(self._schedule(step - 1)), step)
+        self.restart()
+
+
+def report_evaluation(
+    config: DistillConfig,
+    evaluate: Any,
+    state: TrainState,
+    frozen: Frozen,
+    held_back: Corpus,
+    writer: SummaryWriter,
+    step: int,
+) -> None:
+    """Loss and accuracy over all held-back conversations."""
+    if not len(held_back):
+        return
+    sums: dict[str, Any] = {}
+    for batch in evaluation_batches(held_back, config.batch_size, length(config, held_back)):
+        loss, metrics = evaluate(state.params, frozen, batch.tokens, batch.mask)
+        weighted = {k: v * metrics["count"] for k, v in metrics.items() if k != "count"}
+        weighted |= {"count": metrics["count"], "loss": loss * metrics["count"][0]}
+        sums = jax.tree.map(np.add, sums, jax.device_get(weighted)) if sums else weighted
+    count = np.maximum(sums.pop("count"), 1)
+    loss = sums.pop("loss") / count[0]
+    values = {k: v / count for k, v in sums.items()} | {"loss": loss}
+    write_scalars(writer, "eval", values, step)
+    tqdm.write(
+        f"step {step}: held-back loss {values['loss']:.3f}, "
+        f"accuracy by head {_percent(values['accuracy'])}"
+    )
+
+
+def write_scalars(
+    writer: SummaryWriter, group: str, values: dict[str, np.ndarray], step: int
+) -> None:
+    """Writes scalars as they are, and [I] arrays as one scalar per head."""
+    for name, value in values.items():
+        if np.ndim(value) == 0:
+            writer.add_scalar(f"{group}/{name}", float(value), step)
+        else:
+            for head, part in enumerate(value):
+                writer.add_scalar(f"{group}/{name}_{head}", float(part), step)
+
+
+def _percent(values: np.ndarray) -> str:
+    return " ".join(f"{100 * v:.0f}" for v in values) + " %"
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Reads --config and the options that override it."""
+    chooser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    chooser.add_argument("--config")
+    chosen, _ = chooser.parse_known_args(argv)
+    defaults = load_config(chosen.config, DistillConfig) if chosen.config else None
+    parser = argparse.ArgumentParser(
+        description="Distils a Clover-2 head from a frozen target.",
+        allow_abbrev=False,
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("--config", help="a file of configs/; the options below override it")
+    add_options(parser, DistillConfig, defaults)
+    distill(build(DistillConfig, parser.parse_args(argv)))
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except (ValueError, OSError) as error:
+        sys.exit(f"error: {error}")

@@ -1,0 +1,185 @@
+"""Lets the target write its own training conversations (the idea of Magpie, arXiv 2406.08464).
+
+Given nothing but the start of a user turn, an aligned chat model writes the user turn; then it
+answers it. Batch k of a run is a pure function of the settings and of k, so a run that was stopped
+goes on where it was, with the same result.
+
+    python train/synthesize.py --target smollm2-135m --output data/smollm2.jsonl --conversations 4096
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import numpy as np
+from tqdm import tqdm
+
+from infer import Model, generate, load
+from train.options import option, parse
+
+Message = dict[str, str]
+
+_MARK = "\N{OBJECT REPLACEMENT CHARACTER}"
+
+
+@dataclasses.dataclass(frozen=True)
+class SynthesizeConfig:
+    """Settings of a run."""
+
+    target: str = option("smollm2-135m", "'smollm2-135m', a folder, a GGUF file or a hub name")
+    output: str = option("conversations.jsonl", "JSONL file, written batch by batch")
+    conversations: int = option(1024, "conversations to start; what the filters drop is reported")
+    batch_size: int = option(64, "conversations written side by side")
+    turns: int = option(1, "most user turns of a conversation")
+    openings: str = option("", "text file, a possible start of the first user turn per line")
+    user_tokens: int = option(160, "most tokens of a user turn; longer ones are dropped")
+    answer_tokens: int = option(256, "most tokens of an answer; longer ones are cut there")
+    user_temperature: float = option(0.8, "temperature of the user turns")
+    user_top_p: float = option(0.95, "top-p of the user turns")
+    answer_temperatures: tuple[float, ...] = option(
+        (0.0,), "temperatures of the answers; batches take them in turn"
+    )
+    dtype: str | None = option(None, "float32 or bfloat16; by default as the platform likes it")
+    seed: int = option(0, "seed of everything")
+
+
+def write_batch(model: Model, config: SynthesizeConfig, index: int) -> list[list[Message]]:
+    """Writes batch `index`: conversations of {role, content} messages that passed the filters."""
+    rng = np.random.default_rng([config.seed, index])
+    openings = _openings(config.openings)
+    chosen = [openings[i] for i in rng.integers(len(openings), size=config.batch_size)]
+    seed = int(rng.integers(2**31))
+    answer_temperature = config.answer_temperatures[index % len(config.answer_temperatures)]
+
+    finished: list[list[Message]] = []
+    running: list[list[Message]] = [[] for _ in chosen]
+    for turn in range(config.turns):
+        starts = chosen if turn == 0 else [""] * len(running)
+        running = _user_turns(model, config, running, starts, seed + 2 * turn * len(chosen))
+        if not running:
+            break
+        answered = generate(
+            model,
+            running,
+            config.answer_tokens,
+            answer_temperature,
+            seed=seed + (2 * turn + 1) * len(chosen),
+        )
+        going_on = []
+        for messages, text, reason in zip(
+            running, answered.texts, answered.finish_reasons, strict=True
+        ):
+            if not text.strip():
+                continue
+            messages = [*messages, {"role": "assistant", "content": text}]
+            # A cut answer has no natural next turn.
+            (going_on if reason == "eos" else finished).append(messages)
+        running = going_on
+    return finished + running
+
+
+def _user_turns(
+    model: Model,
+    config: SynthesizeConfig,
+    conversations: list[list[Message]],
+    starts: list[str],
+    seed: int,
+) -> list[list[Message]]:
+    """Adds a user turn to each conversation; drops those whose turn did not end or is empty."""
+    assert model.tokenizer is not None
+    prompts = [
+        model.tokenizer.encode(
+            user_turn_prefix(model.tokenizer, messages) + start, add_special_tokens=False
+        )
+        for messages, start in zip(conversations, starts, strict=True)
+    ]
+    written = generate(
+        model,
+        prompts,
+        config.user_tokens,
+        config.user_temperature,
+        config.user_top_p,
+        seed=seed,
+    )
+    kept = []
+    for messages, start, text, reason in zip(
+        conversations, starts, written.texts, written.finish_reasons, strict=True
+    ):
+        content = (start + text).strip()
+        if reason == "eos" and len(content) > len(start.strip()):
+            kept.append([*messages, {"role": "user", "content": content}])
+    return kept
+
+
+def user_turn_prefix(tokenizer: Any, messages: Sequence[Message]) -> str:
+    """The rendered conversation up to the point where the next user turn's content begins."""
+    rendered = tokenizer.apply_chat_template(
+        [*messages, {"role": "user", "content": _MARK}], tokenize=False
+    )
+    return str(rendered.rpartition(_MARK)[0])
+
+
+def _openings(path: str) -> list[str]:
+    if not path:
+        return [""]
+    # A line may end in a space, which belongs to the opening; an empty line opens freely.
+    return Path(path).read_text(encoding="utf-8").removesuffix("\n").split("\n")
+
+
+def resume(output: Path) -> tuple[int, int]:
+    """Cuts off a half-written batch; returns the next batch and the conversations kept."""
+    if not output.exists():
+        return 0, 0
+    lines = output.read_bytes().split(b"\n")
+    complete, tail = lines[:-1], lines[-1]
+    batches = [json.loads(line)["batch"] for line in complete]
+    if tail:
+        broken = batches[-1] if batches else 0
+        # The cut line belongs to the last batch or to one that has no whole line yet.
+        complete = [line for line, b in zip(complete, batches, strict=True) if b != broken]
+        batches = batches[: len(complete)]
+    output.write_bytes(b"".join(line + b"\n" for line in complete))
+    return (batches[-1] + 1 if batches else 0), len(complete)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Runs until the conversations asked for have been started."""
+    config = parse(SynthesizeConfig, "Lets a chat model write conversations.", argv=argv)
+    output = Path(config.output)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    start, kept = resume(output)
+    model = load(config.target, dtype=config.dtype) if config.target == "smollm2-135m" else load(
+        target=config.target, dtype=config.dtype
+    )
+    if model.tokenizer is None or not model.tokenizer.chat_template:
+        raise ValueError(f"{config.target} has no tokenizer with a chat template")
+    batches = -(-config.conversations // config.batch_size)
+    with output.open("ab") as file, tqdm(
+        total=batches, initial=start, unit="batch", desc=output.name
+    ) as bar:
+        for index in range(start, batches):
+            conversations = write_batch(model, config, index)
+            lines = [json.dumps({"batch": index, "messages": m}) for m in conversations]
+            file.write("".join(line + "\n" for line in lines).encode())
+            file.flush()
+            os.fsync(file.fileno())
+            kept += len(conversations)
+            bar.update()
+            bar.set_postfix(kept=kept, dropped=(index + 1) * config.batch_size - kept)
+    print(f"{output}: {kept} conversations")
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except (ValueError, OSError) as error:
+        sys.exit(f"error: {error}")
