@@ -99,9 +99,7 @@ class DraftHead(nn.Module):
         Returns:
           s_0 at each position, [B, T, D] in hidden's dtype, and the block's new keys and values.
         """
-        context = pass_context(
-            self.config.block, positions, block_mask, cache, cache_length, span
-        )
+        context = pass_context(self.config.block, positions, block_mask, cache, cache_length, span)
         x = self.ad1(hidden, embeddings)
         new = []
         for i, layer in enumerate(self.block):

@@ -143,9 +143,7 @@ def attend(q: jax.Array, new: LayerKV, cache: LayerKV | None, context: Context) 
     if cache is not None:
         blocks.append((cache, scores(cache.k, context.cache_mask[:, None])))
     # One softmax over both blocks; every token sees itself, so the maximum is finite.
-    maximum = functools.reduce(
-        jnp.maximum, [jnp.max(s, axis=-1, keepdims=True) for _, s in blocks]
-    )
+    maximum = functools.reduce(jnp.maximum, [jnp.max(s, axis=-1, keepdims=True) for _, s in blocks])
     total, out = jnp.float32(0), jnp.float32(0)
     for kv, s in blocks:
         weights = jnp.exp(s - jax.lax.stop_gradient(maximum))

@@ -62,9 +62,7 @@ class Target(nn.Module):
           The last layer's output before the final norm, [B, T, D] in the dtype of the embedding,
           and the keys and values of the T tokens.
         """
-        context = pass_context(
-            self.config, positions, block_mask, cache, cache_length, span
-        )
+        context = pass_context(self.config, positions, block_mask, cache, cache_length, span)
         x = self.embed(tokens)
         new = []
         for i, layer in enumerate(self.layers):

@@ -21,13 +21,13 @@ class Accepted(NamedTuple):
     Attributes:
       tokens: int32 [B, L], what the target emits after each node of the path.
       nodes: int32 [B, L], the path; its first node is the root.
-      count: int32 [B], how many of the L are valid, at least 1: the accepted draft tokens and the
+      length: int32 [B], how many of the L are valid, at least 1: the accepted draft tokens and the
         one the target adds.
     """
 
     tokens: jax.Array
     nodes: jax.Array
-    count: jax.Array
+    length: jax.Array
 
 
 def accept(
@@ -63,5 +63,5 @@ def accept(
     return Accepted(
         tokens=jnp.stack(tokens, axis=1),
         nodes=jnp.stack(nodes, axis=1),
-        count=jnp.sum(jnp.stack(valid, axis=1), axis=1, dtype=jnp.int32),
+        length=jnp.sum(jnp.stack(valid, axis=1), axis=1, dtype=jnp.int32),
     )

@@ -24,11 +24,10 @@ import jax.numpy as jnp
 
 from clover_jax import cache as kv
 from clover_jax.config import DraftConfig, TargetConfig
-from clover_jax.draft import DraftHead
 from clover_jax.target import Target, causal_mask
 from clover_jax.tree import Tree
 from infer.accept import Accepted, accept
-from infer.propose import Draft, propose
+from infer.propose import Draft, propose, read
 from infer.sampling import Sampling, choose, gumbel_noise
 
 
@@ -84,7 +83,7 @@ class DecodeState:
       root: int32 [B], the last token, not yet in the caches.
       target_cache: keys and values of every layer.
       draft_cache: the head's, alike; () without a head.
-      draft_state: [B, D], s_0 at the root; None without a head.
+      draft_state: [B, D], s_0 at the root; without a head it stays 0.
       passes: int32 [B], target passes the row took part in while unfinished, prefill included.
       accepted: int32 [B, L], verify passes that emitted at least 1, 2, ... tokens.
     """
@@ -96,7 +95,7 @@ class DecodeState:
     root: jax.Array
     target_cache: kv.KVCache
     draft_cache: kv.KVCache
-    draft_state: jax.Array | None
+    draft_state: jax.Array
     passes: jax.Array
     accepted: jax.Array
 
@@ -107,7 +106,8 @@ def running(state: DecodeState, request: Request) -> jax.Array:
 
 
 def prefill(
-    shape: Shape,
+    target_config: TargetConfig,
+    draft_config: DraftConfig | None,
     weights: Weights,
     request: Request,
     prompt: jax.Array,
@@ -118,6 +118,9 @@ def prefill(
 ) -> DecodeState:
     """Reads the prompts in chunks and emits each row's first token.
 
+    The tree plays no part, so that one compiled prefill serves them all: the state's `accepted`
+    still has L = 0.
+
     Args:
       prompt: int32 [B, P], left-aligned, P a multiple of `chunk`; ids beyond a row's length are
         ignored.
@@ -127,9 +130,10 @@ def prefill(
       chunk: C; no score matrix is larger than [C, S + C].
     """
     batch = prompt.shape[0]
-    target = Target(shape.target)
+    target = Target(target_config)
     target_vars = {"params": weights.target}
     dtype = weights.target["embed_tokens"].dtype
+    head = _head(draft_config, weights)
     mask = causal_mask(chunk)
 
     def read_chunk(index: jax.Array, carry: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -140,9 +144,7 @@ def prefill(
         tokens = jax.lax.dynamic_slice_in_dim(prompt, start, chunk, axis=1)
         span = jnp.broadcast_to(prompt_length[:, None], positions.shape)
         before = jnp.minimum(prompt_length, start)
-        hidden, new = target.apply(
-            target_vars, tokens, positions, mask, target_cache, before, span
-        )
+        hidden, new = target.apply(target_vars, tokens, positions, mask, target_cache, before, span)
         inside = positions < prompt_length[:, None]
         target_cache = kv.commit(target_cache, new, jnp.where(inside, positions, slots))
         is_last = positions == prompt_length[:, None] - 1
@@ -151,34 +153,25 @@ def prefill(
             hidden[jnp.arange(batch), jnp.argmax(is_last, axis=1)],
             last_hidden,
         )
-        if shape.draft is not None:
+        if head is not None:
             # The head reads (h_t, x_{t+1}); the last position waits for the first new token.
             following = jnp.take(prompt, columns + 1, axis=1, mode="fill", fill_value=0)
-            _, new = DraftHead(shape.draft).apply(
-                {"params": weights.draft.params},
-                hidden,
-                weights.draft.embedding[following],
-                positions,
-                mask,
-                draft_cache,
-                before,
-                span,
-                method="advance",
-            )
             known = positions < prompt_length[:, None] - 1
-            draft_cache = kv.commit(draft_cache, new, jnp.where(known, positions, slots))
+            _, draft_cache = read(
+                *head, draft_cache, before, hidden, following, positions, known, span
+            )
         return target_cache, draft_cache, last_hidden
 
     carry = (
-        kv.init(shape.target, batch, slots, dtype),
-        kv.init(shape.draft.block, batch, slots, dtype) if shape.draft is not None else (),
-        jnp.zeros((batch, shape.target.hidden_size), dtype),
+        kv.init(target_config, batch, slots, dtype),
+        kv.init(head[0].block, batch, slots, dtype) if head is not None else (),
+        jnp.zeros((batch, target_config.hidden_size), dtype),
     )
     chunks = (jnp.max(prompt_length) + chunk - 1) // chunk
     target_cache, draft_cache, last_hidden = jax.lax.fori_loop(0, chunks, read_chunk, carry)
 
     logits = target.apply(target_vars, last_hidden, method="logits")
-    noise = gumbel_noise(request.sampling, prompt_length, shape.target.vocab_size)
+    noise = gumbel_noise(request.sampling, prompt_length, target_config.vocab_size)
     first = choose(logits, noise, request.sampling)
     wanted = request.budget > 0
     state = DecodeState(
@@ -189,16 +182,12 @@ def prefill(
         root=first,
         target_cache=target_cache,
         draft_cache=draft_cache,
-        draft_state=None,
+        draft_state=jnp.zeros_like(last_hidden),
         passes=jnp.ones((batch,), jnp.int32),
-        accepted=jnp.zeros((batch, shape.tree.depth + 1), jnp.int32),
+        accepted=jnp.zeros((batch, 0), jnp.int32),
     )
-    depth = shape.tree.depth + 1
-    path_hidden = jnp.broadcast_to(last_hidden[:, None], (batch, depth, last_hidden.shape[-1]))
-    return _advance(
-        shape, weights, state, path_hidden, jnp.broadcast_to(first[:, None], (batch, depth)),
-        jnp.ones((batch,), jnp.int32),
-    )
+    one = jnp.ones((batch,), jnp.int32)
+    return _advance(draft_config, weights, state, last_hidden[:, None], first[:, None], one)
 
 
 def decode(
@@ -228,10 +217,9 @@ def decode_step(
         for depth in range(tree.depth + 1)
     ]
     tokens = state.root[:, None]
-    if shape.draft is not None:
-        tokens = propose(
-            shape.draft, weights.draft, tree, state.draft_state, state.root, noise, sampling
-        )
+    head = _head(shape.draft, weights)
+    if head is not None:
+        tokens = propose(*head, tree, state.draft_state, state.root, noise, sampling)
 
     positions = state.length[:, None] + tree.depths
     hidden, new, logits = _verify(shape, weights, state, jnp.maximum(tokens, 0), positions)
@@ -242,20 +230,19 @@ def decode_step(
     is_eos = jnp.isin(path.tokens, request.eos_ids)
     never = tree.depth + 2  # beyond any count
     until_eos = jnp.where(jnp.any(is_eos, axis=1), jnp.argmax(is_eos, axis=1) + 1, never)
-    count = jnp.where(active, jnp.minimum(jnp.minimum(path.count, until_eos), room_left), 0)
+    count = jnp.where(active, jnp.minimum(jnp.minimum(path.length, until_eos), room_left), 0)
 
     steps = jnp.arange(tree.depth + 1)
     emitted_here = steps < count[:, None]  # [B, L]
     rows = jnp.arange(tokens.shape[0])[:, None]
     where = jnp.where(emitted_here, state.emitted[:, None] + steps, state.output.shape[1])
     last = jnp.maximum(count - 1, 0)[:, None]
-    state = state.replace(
+    state = dataclasses.replace(
+        state,
         output=state.output.at[rows, where].set(path.tokens, mode="drop"),
         emitted=state.emitted + count,
         ended=state.ended | (active & (until_eos <= count)),
-        root=jnp.where(
-            active, jnp.take_along_axis(path.tokens, last, axis=1)[:, 0], state.root
-        ),
+        root=jnp.where(active, jnp.take_along_axis(path.tokens, last, axis=1)[:, 0], state.root),
         target_cache=kv.commit(
             state.target_cache, new, _slots_of_path(tree, path, emitted_here, positions, slots)
         ),
@@ -263,7 +250,7 @@ def decode_step(
         accepted=state.accepted + emitted_here,
     )
     path_hidden = jnp.take_along_axis(hidden, path.nodes[..., None], axis=1)
-    return _advance(shape, weights, state, path_hidden, path.tokens, count)
+    return _advance(shape.draft, weights, state, path_hidden, path.tokens, count)
 
 
 def _verify(
@@ -286,14 +273,14 @@ def _verify(
 def _slots_of_path(
     tree: Tree, path: Accepted, emitted: jax.Array, positions: jax.Array, slots: int
 ) -> jax.Array:
-    """int32 [B, N]: the cache slot of each node on the emitted path; `slots`, out of range, else."""
+    """int32 [B, N]: the cache slot of each emitted node; `slots`, out of range, for the rest."""
     on_path = path.nodes[:, :, None] == jnp.arange(tree.size)  # [B, L, N]
     kept = jnp.any(on_path & emitted[:, :, None], axis=1)
     return jnp.where(kept, positions, slots)
 
 
 def _advance(
-    shape: Shape,
+    draft_config: DraftConfig | None,
     weights: Weights,
     state: DecodeState,
     path_hidden: jax.Array,
@@ -303,31 +290,34 @@ def _advance(
     """Moves `length` over `count` [B] tokens, and lets the head read them.
 
     Args:
-      path_hidden: [B, L, D], h of the tokens that enter the caches.
-      path_tokens: int32 [B, L], the token after each.
+      path_hidden: [B, T, D], h of the tokens that enter the caches.
+      path_tokens: int32 [B, T], the token after each.
     """
-    if shape.draft is None:
-        return state.replace(length=state.length + count)
+    length = state.length + count
+    head = _head(draft_config, weights)
+    if head is None:
+        return dataclasses.replace(state, length=length)
     steps = jnp.arange(path_tokens.shape[1])
     positions = state.length[:, None] + steps
-    states, new = DraftHead(shape.draft).apply(
-        {"params": weights.draft.params},
-        path_hidden,
-        weights.draft.embedding[path_tokens],
-        positions,
-        causal_mask(path_tokens.shape[1]),
+    states, draft_cache = read(
+        *head,
         state.draft_cache,
         state.length,
+        path_hidden,
+        path_tokens,
+        positions,
+        steps < count[:, None],
         positions + 1,
-        method="advance",
     )
-    slots = kv.num_slots(state.draft_cache)
-    write = jnp.where(steps < count[:, None], positions, slots)
     last = jnp.maximum(count - 1, 0)[:, None, None]
     fresh = jnp.take_along_axis(states, last, axis=1)[:, 0]
-    held = state.draft_state
-    return state.replace(
-        length=state.length + count,
-        draft_cache=kv.commit(state.draft_cache, new, write),
-        draft_state=fresh if held is None else jnp.where((count > 0)[:, None], fresh, held),
+    draft_state = jnp.where((count > 0)[:, None], fresh, state.draft_state)
+    return dataclasses.replace(
+        state, length=length, draft_cache=draft_cache, draft_state=draft_state
     )
+
+
+def _head(config: DraftConfig | None, weights: Weights) -> tuple[DraftConfig, Draft] | None:
+    if config is None or weights.draft is None:
+        return None
+    return config, weights.draft

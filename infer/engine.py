@@ -9,7 +9,6 @@ end-of-sequence tokens are arguments of the program and never recompile it.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -173,16 +172,8 @@ class _Call(NamedTuple):
     chunk: int
 
 
-@functools.partial(jax.jit, static_argnums=(0,), static_argnames=("slots", "room", "chunk"))
-def _prefill(shape: Shape, *args: Any, slots: int, room: int, chunk: int) -> DecodeState:
-    return prefill(shape, *args, slots=slots, room=room, chunk=chunk)
-
-
-@functools.partial(jax.jit, static_argnums=(0,), donate_argnums=(3,))
-def _decode(
-    shape: Shape, weights: Weights, request: Request, state: DecodeState, max_steps: jax.Array
-) -> DecodeState:
-    return decode(shape, weights, request, state, max_steps)
+_prefill = jax.jit(prefill, static_argnums=(0, 1), static_argnames=("slots", "room", "chunk"))
+_decode = jax.jit(decode, static_argnums=0, donate_argnums=3)
 
 
 def _speculative_tree(model: Model, tree: str | Tree | Sequence[Sequence[int]]) -> Tree:
@@ -218,9 +209,9 @@ def _prepare(
     need = max(len(p) + n for p, n in zip(ids, budget.tolist(), strict=True))
     slots = min(max(_power_of_two(need), 64), context)
     chunk = min(max(_power_of_two(longest), 16), 256)
-    prompt = np.zeros((rows, -(-slots // chunk) * chunk), np.int32)
-    for row, p in enumerate(ids):
-        prompt[row, : len(p)] = p
+    padded = np.zeros((rows, -(-slots // chunk) * chunk), np.int32)
+    for row, prompt in enumerate(ids):
+        padded[row, : len(prompt)] = prompt
     ends = np.full(-(-max(len(model.eos_ids), 1) // _EOS_SLOTS) * _EOS_SLOTS, -1, np.int32)
     ends[: len(model.eos_ids)] = model.eos_ids
     plain = tree.depth == 0
@@ -228,7 +219,7 @@ def _prepare(
         shape=Shape(model.config, None if plain else model.draft_config, tree),
         weights=Weights(model.params, None if plain else model.draft),
         request=Request(sampling, jnp.asarray(budget), jnp.asarray(ends)),
-        prompt=jnp.asarray(prompt),
+        prompt=jnp.asarray(padded),
         prompt_length=jnp.asarray([len(p) for p in ids], jnp.int32),
         slots=slots,
         chunk=chunk,
@@ -236,8 +227,9 @@ def _prepare(
 
 
 def _start(call: _Call) -> DecodeState:
-    return _prefill(
-        call.shape,
+    state = _prefill(
+        call.shape.target,
+        call.shape.draft,
         call.weights,
         call.request,
         call.prompt,
@@ -246,6 +238,8 @@ def _start(call: _Call) -> DecodeState:
         room=call.slots,
         chunk=call.chunk,
     )
+    rows, levels = len(call.prompt), call.shape.tree.depth + 1
+    return dataclasses.replace(state, accepted=jnp.zeros((rows, levels), jnp.int32))
 
 
 def _run(call: _Call) -> tuple[DecodeState, float, float]:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import os
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from clover_jax.config import DraftConfig, TargetConfig
 from clover_jax.weights.clover import check_target, load_head
@@ -20,6 +20,9 @@ from clover_jax.weights.huggingface import HuggingFaceSource, eos_ids
 from clover_jax.weights.source import CheckpointError, TensorSource
 from clover_jax.weights.target import load_target
 from infer.propose import Draft
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 HEADS = Path(__file__).parent / "heads"  # the heads that are shipped
 
@@ -107,7 +110,9 @@ def open_target(target: str | Path) -> tuple[TensorSource, PreTrainedTokenizerBa
         target = _smollm2_file()
     path = _resolve(target)
     if path.is_file():
-        return GgufSource(path), gguf_tokenizer(path)
+        source = GgufSource(path)
+        _import_transformers()
+        return source, gguf_tokenizer(path)
     return HuggingFaceSource(path), _folder_tokenizer(path)
 
 
@@ -156,10 +161,30 @@ def _folder_tokenizer(folder: Path) -> PreTrainedTokenizerBase | None:
     names = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
     if not any((folder / n).exists() for n in names):
         return None
+    _import_transformers()
+    from transformers import AutoTokenizer
+
     try:
         return AutoTokenizer.from_pretrained(folder)
     except Exception as error:
         raise CheckpointError(f"{folder}: the tokenizer cannot be loaded: {error}") from error
+
+
+def _import_transformers() -> None:
+    """Imports transformers, when a tokenizer is needed and no earlier: it takes seconds.
+
+    Where PyTorch is not installed the import says so; tokenizers do without it, so that is muted.
+    """
+    name = "TRANSFORMERS_NO_ADVISORY_WARNINGS"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        import transformers  # noqa: F401
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
 
 
 def _ready_head(

@@ -1,6 +1,7 @@
-"""Drafting: the head fills the tree level by level.
+"""Drafting: the head reads what was accepted, and fills the tree level by level.
 
-Axes: B batch, N tree nodes, F nodes of one level, D model, W draft vocabulary, V vocabulary.
+Axes: B batch, T tokens, N tree nodes, F nodes of one level, D model, W draft vocabulary,
+V vocabulary.
 """
 
 from __future__ import annotations
@@ -12,9 +13,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from clover_jax import cache as kv
 from clover_jax.config import DraftConfig
 from clover_jax.draft import DraftHead
 from clover_jax.layers import matmul
+from clover_jax.target import causal_mask
 from clover_jax.tree import Tree
 from infer.sampling import Sampling, process
 
@@ -33,6 +36,44 @@ class Draft(NamedTuple):
     lm_rows: jax.Array
     token_ids: jax.Array
     embedding: jax.Array
+
+
+def read(
+    config: DraftConfig,
+    draft: Draft,
+    cache: kv.KVCache,
+    length: jax.Array,
+    hidden: jax.Array,
+    following: jax.Array,
+    positions: jax.Array,
+    valid: jax.Array,
+    span: jax.Array,
+) -> tuple[jax.Array, kv.KVCache]:
+    """Lets the head read accepted tokens.
+
+    Args:
+      cache: the head's, with `length` (int32 [B]) tokens in each row.
+      hidden: [B, T, D], the target's state at each position.
+      following: int32 [B, T], the token after each.
+      positions: int32 [B, T].
+      valid: bool [B, T], a prefix of each row; the rest leaves no trace.
+      span: as for Target.
+
+    Returns:
+      s_0 at each position, [B, T, D], and the cache with the valid tokens in it.
+    """
+    states, new = DraftHead(config).apply(
+        {"params": draft.params},
+        hidden,
+        draft.embedding[following],
+        positions,
+        causal_mask(positions.shape[1]),
+        cache,
+        length,
+        span,
+        method="advance",
+    )
+    return states, kv.commit(cache, new, jnp.where(valid, positions, kv.num_slots(cache)))
 
 
 def propose(

@@ -64,11 +64,13 @@ def process(logits: jax.Array, sampling: Sampling) -> jax.Array:
 
     def top_k(x: jax.Array) -> jax.Array:
         goal = jnp.where(sampling.top_k > 0, sampling.top_k, x.shape[-1]).astype(jnp.float32)
-        return jnp.where(_shortest_prefix(x, jnp.ones_like(x), goal), x, -jnp.inf)
+        kept = _shortest_prefix(x, jnp.ones_like(x), goal)
+        return jnp.where(kept | ~warm[:, None], x, -jnp.inf)
 
     def top_p(x: jax.Array) -> jax.Array:
         kept = _shortest_prefix(x, jax.nn.softmax(x, axis=-1), sampling.top_p - _MASS_TOLERANCE)
-        return jnp.where(kept | (sampling.top_p >= 1.0)[:, None], x, -jnp.inf)
+        off = ~warm | (sampling.top_p >= 1.0)
+        return jnp.where(kept | off[:, None], x, -jnp.inf)
 
     logits = jax.lax.cond(jnp.any(warm & (sampling.top_k > 0)), top_k, lambda x: x, logits)
     return jax.lax.cond(jnp.any(warm & (sampling.top_p < 1.0)), top_p, lambda x: x, logits)
@@ -93,14 +95,14 @@ def _shortest_prefix(x: jax.Array, weights: jax.Array, goal: jax.Array) -> jax.A
     Returns:
       bool [B, V].
     """
-    bits = jax.lax.bitcast_convert_type(x, jnp.int32)
+    bits = jax.lax.bitcast_convert_type(jnp.where(x == 0, 0.0, x), jnp.int32)  # -0 equals 0
     order = jnp.where(bits < 0, bits ^ 0x7FFFFFFF, bits)  # int32 that compares like the float
 
     def mass(kept: jax.Array) -> jax.Array:
         return jnp.sum(jnp.where(kept, weights, 0.0), axis=-1)
 
     def narrow(_: int, bounds: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        low, high = bounds  # low..high holds the largest value at or above which the goal is reached
+        low, high = bounds  # between them: the largest value that still reaches the goal
         middle = (low | high) - ((low ^ high) >> 1)  # their mean rounded up, without overflow
         reached = mass(order >= middle[:, None]) >= goal
         return jnp.where(reached, middle, low), jnp.where(reached, high, middle - 1)
@@ -109,7 +111,6 @@ def _shortest_prefix(x: jax.Array, weights: jax.Array, goal: jax.Array) -> jax.A
     cut, _ = jax.lax.fori_loop(0, 32, narrow, (low, high))
     above = order > cut[:, None]
     ties = order == cut[:, None]
-    tie_mass = jnp.cumsum(jnp.where(ties, weights, 0.0), axis=-1)
-    needed = (goal - mass(above))[:, None]
-    first_ties = ties & (tie_mass - jnp.where(ties, weights, 0.0) < needed)
-    return above | first_ties | (ties & (jnp.cumsum(ties, axis=-1) == 1))
+    each = jnp.max(jnp.where(ties, weights, 0.0), axis=-1)  # equal values weigh the same
+    count = jnp.maximum(jnp.ceil((goal - mass(above)) / each), 1.0)
+    return above | (ties & (jnp.cumsum(ties, axis=-1) <= count[:, None]))

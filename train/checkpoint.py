@@ -1,7 +1,7 @@
 """Training checkpoints: the head, its optimizer and the step, through orbax.
 
-The frozen target is not in them. What the run depends on is stored beside the arrays, and a run with
-other settings is refused instead of continuing something else.
+The frozen target is not in them. What the run depends on is stored beside the arrays, and a run
+with other settings is refused instead of continuing something else.
 """
 
 from __future__ import annotations
@@ -42,9 +42,7 @@ class Checkpoints:
             return
         self._manager.save(
             step,
-            args=ocp.args.Composite(
-                state=ocp.args.StandardSave(state), run=ocp.args.JsonSave(run)
-            ),
+            args=ocp.args.Composite(state=ocp.args.StandardSave(state), run=ocp.args.JsonSave(run)),
         )
 
     def restore(self, like: TrainState, run: dict[str, Any]) -> TrainState | None:

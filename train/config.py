@@ -7,10 +7,24 @@ from typing import Any, ClassVar
 
 from train.options import option
 
+_AT_LEAST_1 = (
+    *("max_length", "batch_size", "num_layers", "num_steps"),
+    *("log_every", "eval_every", "save_every", "keep"),
+)
+_ABOVE_0 = ("epochs", "learning_rate", "clip_norm")
+_AT_LEAST_0 = (
+    *("draft_vocab", "warmup_steps", "weight_decay", "seed"),
+    *("head_decay", "hidden_weight", "ce_weight"),
+)
+
 
 @dataclasses.dataclass(frozen=True)
 class DistillConfig:
-    """Everything train/distill.py can be told; each field is a command-line option."""
+    """Everything train/distill.py can be told; each field is a command-line option.
+
+    Raises:
+      ValueError: a number that is too small, by name.
+    """
 
     target: str = option("smollm2-135m", "'smollm2-135m', a folder, a GGUF file or a hub name")
     data: tuple[str, ...] = option((), "JSON or JSONL files with conversations, or globs")
@@ -43,8 +57,22 @@ class DistillConfig:
     # What may change between a run and its resumption.
     _FREE: ClassVar[tuple[str, ...]] = ("output", "log_every", "eval_every", "save_every", "keep")
 
+    def __post_init__(self) -> None:
+        for name in _AT_LEAST_1:
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        for name in _ABOVE_0:
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} must be above 0, got {getattr(self, name)}")
+        for name in _AT_LEAST_0:
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")
+
     def fixed(self) -> dict[str, Any]:
         """The settings that a resumed run must share, as JSON values."""
         fields = dataclasses.asdict(self)
-        return {k: list(v) if isinstance(v, tuple) else v for k, v in fields.items()
-                if k not in self._FREE}
+        return {
+            k: list(v) if isinstance(v, tuple) else v
+            for k, v in fields.items()
+            if k not in self._FREE
+        }

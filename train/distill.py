@@ -9,7 +9,7 @@ the last checkpoint; at the end the head is exported to OUTPUT/head.
 
 from __future__ import annotations
 
-import argparse
+import dataclasses
 import functools
 import sys
 import time
@@ -32,10 +32,18 @@ from clover_jax.weights.fingerprint import fingerprint
 from infer.load import Model, load
 from train.checkpoint import Checkpoints
 from train.config import DistillConfig
-from train.data import Batch, Batches, Corpus, evaluation_batches, load_corpus, split, token_frequencies
+from train.data import (
+    Batch,
+    Batches,
+    Corpus,
+    evaluation_batches,
+    load_corpus,
+    split,
+    token_frequencies,
+)
 from train.initialize import initialize_head
-from train.loss import LossWeights, Vocabulary
-from train.options import add_options, build, load_config
+from train.loss import LossWeights, Vocabulary, total_loss
+from train.options import Parser, add_options, build, load_config
 from train.step import (
     Frozen,
     Recipe,
@@ -55,10 +63,11 @@ def distill(config: DistillConfig) -> Path:
     draft = DraftConfig.for_target(
         model.config, config.num_layers, None if draft_ids is None else len(draft_ids)
     )
+    draft = dataclasses.replace(draft, num_steps=config.num_steps)
     recipe = Recipe(
         target=model.config,
         draft=draft,
-        loss=LossWeights(config.head_decay, config.hidden_weight, config.ce_weight),
+        loss=loss_weights(config),
         compute_dtype=config.dtype,
     )
     frozen = freeze(config, model, draft_ids)
@@ -73,11 +82,11 @@ def distill(config: DistillConfig) -> Path:
 
     output = Path(config.output)
     target_print = fingerprint(model.config, model.params)
-    run = config.fixed() | {"samples": len(corpus), "target_fingerprint": target_print}
-    started = time.time()
-    with Checkpoints(output / "checkpoints", config.keep) as checkpoints, SummaryWriter(
-        str(output / "tensorboard")
-    ) as writer:
+    run = config.fixed() | {"corpus": corpus.digest(), "target_fingerprint": target_print}
+    with (
+        Checkpoints(output / "checkpoints", config.keep) as checkpoints,
+        SummaryWriter(str(output / "tensorboard")) as writer,
+    ):
         state = initial_state(config, recipe, optimizer, frozen, batches.batch_at(0))
         state = checkpoints.restore(state, run) or state
         first = int(state.step)
@@ -92,7 +101,8 @@ def distill(config: DistillConfig) -> Path:
             if (index + 1) % config.log_every == 0 or index + 1 == total:
                 meter.report(index + 1, metrics)
             if (index + 1) % config.eval_every == 0 or index + 1 == total:
-                report_evaluation(config, evaluate, state, frozen, held_back, writer, index + 1)
+                values = evaluation(config, evaluate, state.params, frozen, held_back)
+                report_evaluation(values, writer, index + 1)
                 meter.restart()
             if (index + 1) % config.save_every == 0 or index + 1 == total:
                 checkpoints.save(state, run)
@@ -109,13 +119,17 @@ def distill(config: DistillConfig) -> Path:
             "samples": len(corpus),
             "tokens": len(corpus.ids),
             "steps": total,
-            "seconds": round(time.time() - started),
         },
         decay_coefficient=config.head_decay,
     )
     save_head(folder, head, jnp.bfloat16)
     print(f"head exported to {folder}")
     return folder
+
+
+def loss_weights(config: DistillConfig) -> LossWeights:
+    """The weights of the loss terms."""
+    return LossWeights(config.head_decay, config.hidden_weight, config.ce_weight)
 
 
 def load_target_model(config: DistillConfig) -> Model:
@@ -133,8 +147,14 @@ def read_data(config: DistillConfig, model: Model) -> tuple[Corpus, Corpus]:
     """Conversations for training and for evaluation; says what was skipped and why."""
     if not config.data:
         raise ValueError("no training data; give --data files")
-    corpus, report = load_corpus(config.data, model.tokenizer, config.max_length)
+    context = model.config.max_position_embeddings
+    corpus, report = load_corpus(config.data, model.tokenizer, min(config.max_length, context))
     print(report)
+    if corpus.ids.max() >= model.config.vocab_size:
+        raise ValueError(
+            f"the tokenizer gives token id {corpus.ids.max()}, outside the target's vocabulary of "
+            f"{model.config.vocab_size}"
+        )
     training, held_back = split(corpus, config.eval_fraction)
     if config.eval_fraction > 0 and not len(held_back):
         raise ValueError(
@@ -173,11 +193,11 @@ def freeze(config: DistillConfig, model: Model, draft_ids: np.ndarray | None) ->
     lm_head = model.params["embed_tokens" if model.config.tie_word_embeddings else "lm_head"]
     vocab_size = model.config.vocab_size
     ids = np.arange(vocab_size) if draft_ids is None else draft_ids
-    index = np.full(vocab_size, -1, np.int32)
-    index[ids] = np.arange(len(ids))
+    row_of = np.full(vocab_size, -1, np.int32)
+    row_of[ids] = np.arange(len(ids))
     vocabulary = Vocabulary(
         lm_rows=lm_head[ids].astype(config.dtype),
-        index=jnp.asarray(index),
+        row_of=jnp.asarray(row_of),
         embedding=model.params["embed_tokens"],
     )
     return Frozen(model.params, vocabulary)
@@ -225,27 +245,31 @@ class Meter:
         self.restart()
 
 
-def report_evaluation(
-    config: DistillConfig,
-    evaluate: Any,
-    state: TrainState,
-    frozen: Frozen,
-    held_back: Corpus,
-    writer: SummaryWriter,
-    step: int,
-) -> None:
-    """Loss and accuracy over all held-back conversations."""
+def evaluation(
+    config: DistillConfig, evaluate: Any, params: Any, frozen: Frozen, held_back: Corpus
+) -> dict[str, Any]:
+    """Loss and per-head means over all held-back samples; empty if there are none.
+
+    Args:
+      evaluate: (params, frozen, tokens, mask) -> loss and metrics of a batch, as batch_loss.
+    """
     if not len(held_back):
-        return
+        return {}
     sums: dict[str, Any] = {}
     for batch in evaluation_batches(held_back, config.batch_size, length(config, held_back)):
-        loss, metrics = evaluate(state.params, frozen, batch.tokens, batch.mask)
-        weighted = {k: v * metrics["count"] for k, v in metrics.items() if k != "count"}
-        weighted |= {"count": metrics["count"], "loss": loss * metrics["count"][0]}
-        sums = jax.tree.map(np.add, sums, jax.device_get(weighted)) if sums else weighted
+        _, metrics = jax.device_get(evaluate(params, frozen, batch.tokens, batch.mask))
+        count = metrics.pop("count")
+        batch_sums = {name: mean * count for name, mean in metrics.items()} | {"count": count}
+        sums = {name: total + sums.get(name, 0) for name, total in batch_sums.items()}
     count = np.maximum(sums.pop("count"), 1)
-    loss = sums.pop("loss") / count[0]
-    values = {k: v / count for k, v in sums.items()} | {"loss": loss}
+    means = {name: total / count for name, total in sums.items()}
+    return means | {"loss": total_loss(loss_weights(config), means)}
+
+
+def report_evaluation(values: dict[str, Any], writer: SummaryWriter, step: int) -> None:
+    """Shows and writes what `evaluation` found."""
+    if not values:
+        return
     write_scalars(writer, "eval", values, step)
     tqdm.write(
         f"step {step}: held-back loss {values['loss']:.3f}, "
@@ -271,15 +295,11 @@ def _percent(values: np.ndarray) -> str:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Reads --config and the options that override it."""
-    chooser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    chooser = Parser(add_help=False)
     chooser.add_argument("--config")
     chosen, _ = chooser.parse_known_args(argv)
     defaults = load_config(chosen.config, DistillConfig) if chosen.config else None
-    parser = argparse.ArgumentParser(
-        description="Distils a Clover-2 head from a frozen target.",
-        allow_abbrev=False,
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
+    parser = Parser("Distils a Clover-2 head from a frozen target.")
     parser.add_argument("--config", help="a file of configs/; the options below override it")
     add_options(parser, DistillConfig, defaults)
     distill(build(DistillConfig, parser.parse_args(argv)))

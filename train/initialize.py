@@ -17,7 +17,7 @@ _NOISE = 0.01
 def initialize_head(
     config: DraftConfig, target_params: Any, key: jax.Array, hidden_rms: float
 ) -> dict[str, Any]:
-    """Parameters of a new head, f32.
+    """Parameters of a new head, f32; none shares a buffer with the target's or with another.
 
     The start is the target's own output with the new token mixed in: the attention decoders' gates
     are open (equal biases on q and k, so that their cosine is near 1), V adds the token at the
@@ -51,14 +51,14 @@ def initialize_head(
             case (block, *rest) if block.startswith("block_") and block != "block_norm":
                 if rest[-2] in ("o_proj", "down_proj"):
                     return jnp.zeros(shape)
-                return last_layer[tuple(rest)].astype(jnp.float32)
+                return jnp.array(last_layer[tuple(rest)], jnp.float32)
             case ("head_norm", "scale"):
-                return target_params["norm"]["scale"].astype(jnp.float32)
+                return jnp.array(target_params["norm"]["scale"], jnp.float32)
             case ("ad1" | "ad2" as decoder, "v", "kernel"):
                 # AD2 reads states of the block's norm, whose RMS is 1.
                 state_rms = hidden_rms if decoder == "ad1" else 1.0
                 return identity * state_rms / embedding_rms + noise
-            case ("ad1" | "ad2", "q" | "k", "bias") | (_, "scale"):
+            case ("ad1" | "ad2", "q" | "k", "bias") | (*_, "scale"):
                 return jnp.ones(shape)
             case ("ad1" | "ad2", "q" | "k", "kernel"):
                 return noise

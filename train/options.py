@@ -9,7 +9,7 @@ import types
 import typing
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 T = TypeVar("T")
 
@@ -17,6 +17,22 @@ T = TypeVar("T")
 def option(default: Any, help: str) -> Any:
     """A dataclass field with a default and the line that --help shows."""
     return dataclasses.field(default=default, metadata={"help": help})
+
+
+class Parser(argparse.ArgumentParser):
+    """Takes no abbreviations, shows defaults in --help, and reports an error in one line."""
+
+    def __init__(self, description: str | None = None, add_help: bool = True) -> None:
+        super().__init__(
+            description=description,
+            add_help=add_help,
+            allow_abbrev=False,
+            formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        )
+
+    def error(self, message: str) -> NoReturn:
+        """Exits with status 2."""
+        self.exit(2, f"error: {message} (--help lists the options)\n")
 
 
 def parse(
@@ -34,11 +50,7 @@ def parse(
 
     Exits with a message if an option is unknown or a value does not fit.
     """
-    parser = argparse.ArgumentParser(
-        description=description,
-        allow_abbrev=False,
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
+    parser = Parser(description)
     add_options(parser, cls, defaults)
     return build(cls, parser.parse_args(argv))
 
@@ -70,7 +82,7 @@ def load_config(path: str | Path, cls: type[T]) -> T:
     """The `config` that a Python file defines.
 
     Raises:
-      ValueError: no such file, or no `config` of this class in it.
+      ValueError: no such file, a file that fails, or no `config` of this class in it.
     """
     path = Path(path)
     if not path.is_file():
@@ -79,7 +91,10 @@ def load_config(path: str | Path, cls: type[T]) -> T:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise ValueError(f"{path}: {type(error).__name__}: {error}") from error
     config = getattr(module, "config", None)
     if not isinstance(config, cls):
         raise ValueError(f"{path} defines no `config` of class {cls.__name__}")

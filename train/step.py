@@ -113,7 +113,7 @@ def train_step(
     grad = jax.value_and_grad(lambda p: batch_loss(recipe, p, frozen, tokens, mask), has_aux=True)
     (loss, metrics), gradients = grad(state.params)
     updates, opt_state = optimizer.update(gradients, state.opt_state, state.params)
-    metrics = metrics | {"loss": loss, "gradient_norm": optax.global_norm(gradients)}
+    metrics = metrics | {"loss": loss, "gradient_norm": optax.tree.norm(gradients)}
     return (
         TrainState(state.step + 1, optax.apply_updates(state.params, updates), opt_state),
         metrics,

@@ -4,7 +4,7 @@ Given nothing but the start of a user turn, an aligned chat model writes the use
 answers it. Batch k of a run is a pure function of the settings and of k, so a run that was stopped
 goes on where it was, with the same result.
 
-    python train/synthesize.py --target smollm2-135m --output data/smollm2.jsonl --conversations 4096
+    python train/synthesize.py --target smollm2-135m --output chats.jsonl --conversations 4096
 """
 
 from __future__ import annotations
@@ -33,7 +33,11 @@ _MARK = "\N{OBJECT REPLACEMENT CHARACTER}"
 
 @dataclasses.dataclass(frozen=True)
 class SynthesizeConfig:
-    """Settings of a run."""
+    """Settings of a run; each field is a command-line option.
+
+    Raises:
+      ValueError: a number that is too small, by name, or no temperature.
+    """
 
     target: str = option("smollm2-135m", "'smollm2-135m', a folder, a GGUF file or a hub name")
     output: str = option("conversations.jsonl", "JSONL file, written batch by batch")
@@ -50,6 +54,15 @@ class SynthesizeConfig:
     )
     dtype: str | None = option(None, "float32 or bfloat16; by default as the platform likes it")
     seed: int = option(0, "seed of everything")
+
+    def __post_init__(self) -> None:
+        for name in ("conversations", "batch_size", "turns", "user_tokens", "answer_tokens"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.seed < 0:
+            raise ValueError(f"seed must be at least 0, got {self.seed}")
+        if not self.answer_temperatures:
+            raise ValueError("answer_temperatures holds no temperature")
 
 
 def write_batch(model: Model, config: SynthesizeConfig, index: int) -> list[list[Message]]:
@@ -74,7 +87,7 @@ def write_batch(model: Model, config: SynthesizeConfig, index: int) -> list[list
             answer_temperature,
             seed=seed + (2 * turn + 1) * len(chosen),
         )
-        going_on = []
+        going_on: list[list[Message]] = []
         for messages, text, reason in zip(
             running, answered.texts, answered.finish_reasons, strict=True
         ):
@@ -136,19 +149,25 @@ def _openings(path: str) -> list[str]:
 
 
 def resume(output: Path) -> tuple[int, int]:
-    """Cuts off a half-written batch; returns the next batch and the conversations kept."""
+    """Cuts off a half-written batch; returns the next batch and the conversations kept.
+
+    Raises:
+      ValueError: a file that holds something else.
+    """
     if not output.exists():
         return 0, 0
-    lines = output.read_bytes().split(b"\n")
-    complete, tail = lines[:-1], lines[-1]
-    batches = [json.loads(line)["batch"] for line in complete]
-    if tail:
-        broken = batches[-1] if batches else 0
-        # The cut line belongs to the last batch or to one that has no whole line yet.
-        complete = [line for line, b in zip(complete, batches, strict=True) if b != broken]
-        batches = batches[: len(complete)]
-    output.write_bytes(b"".join(line + b"\n" for line in complete))
-    return (batches[-1] + 1 if batches else 0), len(complete)
+    lines = output.read_bytes().split(b"\n")[:-1]  # what no newline ends is no line
+    try:
+        records = [json.loads(line) for line in lines]
+        batches = [record["batch"] for record in records]
+    except (ValueError, LookupError, TypeError) as error:
+        raise ValueError(f"{output} has lines that this script did not write") from error
+    following = batches[-1] + 1 if batches else 0
+    if batches and batches.count(batches[-1]) != records[-1].get("of"):
+        following -= 1
+        lines = [line for line, batch in zip(lines, batches, strict=True) if batch < following]
+    os.truncate(output, sum(len(line) + 1 for line in lines))
+    return following, len(lines)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -157,18 +176,22 @@ def main(argv: Sequence[str] | None = None) -> None:
     output = Path(config.output)
     output.parent.mkdir(parents=True, exist_ok=True)
     start, kept = resume(output)
-    model = load(config.target, dtype=config.dtype) if config.target == "smollm2-135m" else load(
-        target=config.target, dtype=config.dtype
+    model = (
+        load(config.target, dtype=config.dtype)
+        if config.target == "smollm2-135m"
+        else load(target=config.target, dtype=config.dtype)
     )
     if model.tokenizer is None or not model.tokenizer.chat_template:
         raise ValueError(f"{config.target} has no tokenizer with a chat template")
     batches = -(-config.conversations // config.batch_size)
-    with output.open("ab") as file, tqdm(
-        total=batches, initial=start, unit="batch", desc=output.name
-    ) as bar:
+    with (
+        output.open("ab") as file,
+        tqdm(total=batches, initial=start, unit="batch", desc=output.name) as bar,
+    ):
         for index in range(start, batches):
             conversations = write_batch(model, config, index)
-            lines = [json.dumps({"batch": index, "messages": m}) for m in conversations]
+            place = {"batch": index, "of": len(conversations)}
+            lines = [json.dumps(place | {"messages": m}) for m in conversations]
             file.write("".join(line + "\n" for line in lines).encode())
             file.flush()
             os.fsync(file.fileno())

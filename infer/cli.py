@@ -1,0 +1,143 @@
+"""What the commands share: options of the model, and errors as one line without a traceback."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from clover_jax.tree import Tree, parse_tree
+from infer.load import Model, load
+
+DEFAULT_MODEL = "smollm2-135m"
+
+
+class Parser(argparse.ArgumentParser):
+    """Takes options as they are spelt in full, and reports a wrong one in one line."""
+
+    def __init__(self, prog: str, description: str) -> None:
+        super().__init__(prog=prog, description=description, allow_abbrev=False)
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"error: {message} (see {self.prog} --help)\n")
+
+
+def run(command: Callable[[Sequence[str] | None], None], argv: Sequence[str] | None = None) -> int:
+    """Runs a command and returns its exit status: 1 after an error the user can put right."""
+    try:
+        command(argv)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # The reader has gone, as in `... | head`; nothing more may be written when Python exits.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    except (ValueError, OSError) as error:
+        print("error:", " ".join(str(error).split()), file=sys.stderr)
+        return 1
+    return 0
+
+
+def add_model_options(parser: Parser) -> None:
+    """--model, --target, --draft and --dtype; `load_model` reads them."""
+    group = parser.add_argument_group("model")
+    which = group.add_mutually_exclusive_group()
+    which.add_argument(
+        "--model",
+        metavar="NAME",
+        help=f"a built-in model with its head ({DEFAULT_MODEL}, unless --target is given)",
+    )
+    which.add_argument(
+        "--target", metavar="PLACE", help="a Hugging Face folder, a GGUF file or a hub name"
+    )
+    group.add_argument(
+        "--draft", metavar="PLACE", help="the head for --target: a folder or a hub name"
+    )
+    group.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16"),
+        help="of the matrix products (float32 on a CPU, bfloat16 elsewhere)",
+    )
+
+
+def load_model(parser: Parser, arguments: argparse.Namespace) -> Model:
+    """The model that the options of `add_model_options` name."""
+    if arguments.draft is not None and arguments.target is None:
+        parser.error("--draft goes with --target; a built-in model brings its own head")
+    name = arguments.model
+    if arguments.target is None and name is None:
+        name = DEFAULT_MODEL
+    return load(name, target=arguments.target, draft=arguments.draft, dtype=arguments.dtype)
+
+
+def add_tree_option(group: argparse._ActionsContainer) -> None:
+    """--tree, a Tree."""
+    group.add_argument(
+        "--tree",
+        type=_tree,
+        default="paper",
+        help="what the head proposes: paper, chain-3 or child-rank paths such as [[0],[1],[0,0]] "
+        "(default %(default)s)",
+    )
+
+
+def _tree(text: str) -> Tree:
+    paths = text
+    if text.lstrip().startswith("["):
+        try:
+            paths = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise argparse.ArgumentTypeError(f"{text} is not JSON: {error}") from None
+    try:
+        return parse_tree(paths)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def whole_number(low: int) -> Callable[[str], int]:
+    """An option's value: a whole number of at least `low`."""
+
+    def read(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
+        if value < low:
+            raise argparse.ArgumentTypeError(f"must be at least {low}, not {text}")
+        return value
+
+    return read
+
+
+def number(low: float, high: float = math.inf) -> Callable[[str], float]:
+    """An option's value: a finite number between `low` and `high`."""
+
+    def read(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
+        if not (math.isfinite(value) and low <= value <= high):
+            bounds = f"at least {low:g}" if high == math.inf else f"between {low:g} and {high:g}"
+            raise argparse.ArgumentTypeError(f"must be {bounds}, not {text}")
+        return value
+
+    return read
+
+
+def read_text(path: Path) -> str:
+    """The text of a UTF-8 file.
+
+    Raises:
+      ValueError: another encoding.
+    """
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 text: {error}") from None

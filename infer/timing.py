@@ -1,0 +1,53 @@
+"""Times that mean something: without compilation, and with the machine they were taken on."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax
+
+T = TypeVar("T")
+
+_COMPILATION = "/jax/core/compile/backend_compile_duration"
+
+
+def steady(call: Callable[[], T]) -> T:
+    """The result of a call during which nothing was compiled.
+
+    If something was, which happens in the first call of a bucket, the call is made again.
+
+    Raises:
+      RuntimeError: the second call compiles too.
+    """
+    compilations = _compilations()
+    for _ in range(2):
+        before = len(compilations)
+        result = call()
+        if len(compilations) == before:
+            return result
+    raise RuntimeError("the same call compiled twice, so it cannot be timed")
+
+
+@functools.cache
+def _compilations() -> list[float]:
+    """Seconds of each compilation in this process since the first call."""
+    found: list[float] = []
+
+    def listen(event: str, duration_secs: float, **_: Any) -> None:
+        if event == _COMPILATION:
+            found.append(duration_secs)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    return found
+
+
+def machine() -> str:
+    """What the model runs on, such as '2 CPU cores' or 'NVIDIA H200'."""
+    device = jax.devices()[0]
+    if device.platform != "cpu":
+        return str(device.device_kind)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return f"{cores} CPU core{'' if cores == 1 else 's'}"
