@@ -152,7 +152,7 @@ def rig_o() -> Model:
     for temperature in (0.0, 0.7):
         said = generate(model, PROMPTS, NEW, temperature=temperature, top_p=0.9, seed=SEED)
         texts += [p + new for p, new in zip(PROMPTS, said.token_ids, strict=True)]
-    return _overfitted(model, texts, steps=200)
+    return _overfitted(model, texts, steps=300)
 
 
 def _overfitted(model: Model, texts: list[list[int]], steps: int) -> Model:

@@ -135,7 +135,8 @@ def training_set(settings) -> Corpus:
 
 
 def steps_of(run_: Run) -> list[int]:
-    return sorted(int(folder.name) for folder in (run_.output / "checkpoints").iterdir())
+    folders = (run_.output / "checkpoints").iterdir()
+    return sorted(int(folder.name) for folder in folders if folder.name.isdigit())
 
 
 def saved(run_: Run, step: int) -> Any:

@@ -209,9 +209,10 @@ def initial_state(
     """A new head, scaled to the target's hidden states on the first batch."""
     teacher = jax.jit(functools.partial(teach, recipe.target))(frozen.target, batch.tokens)
     inside = jnp.arange(batch.tokens.shape[1]) < jnp.asarray(batch.lengths)[:, None]
-    squares = jnp.mean(jnp.square(teacher.hidden.astype(jnp.float32)), axis=-1)
-    rms = float(jnp.sqrt(jnp.sum(squares * inside) / jnp.sum(inside)))
-    params = initialize_head(recipe.draft, frozen.target, jax.random.key(config.seed), rms)
+    # The median: the first token's state is many times larger than any other.
+    rms = jnp.sqrt(jnp.mean(jnp.square(teacher.hidden.astype(jnp.float32)), axis=-1))
+    typical = float(np.median(np.asarray(rms)[np.asarray(inside)]))
+    params = initialize_head(recipe.draft, frozen.target, jax.random.key(config.seed), typical)
     return TrainState(jnp.int32(0), params, optimizer.init(params))
 
 

@@ -20,15 +20,16 @@ def initialize_head(
     """Parameters of a new head, f32; none shares a buffer with the target's or with another.
 
     The start is the target's own output with the new token mixed in: the attention decoders' gates
-    are open (equal biases on q and k, so that their cosine is near 1), V adds the token at the
-    strength of the state, the augmenting block is the target's last layer with its two output
-    projections at 0, FC1 = I and FC2 = [I | 0], and the norms give the target's final norm. The
-    paper starts from V near 0 instead, where the token hardly enters, and learns more slowly.
+    are open (equal biases on q and k, so that their cosine is near 1); V adds the token at the
+    strength of the state, in a random direction, because its own direction is the one in which a
+    tied LM head reads that token; the augmenting block is the target's last layer with its two
+    output projections at 0; FC1 = I and FC2 = [I | 0]; and the norms give the target's final norm.
+    The paper starts from V near 0 instead, where the token hardly enters, and learns more slowly.
 
     Args:
       target_params: the frozen target's.
       key: for the noise that breaks the ties.
-      hidden_rms: root mean square of the target's last hidden state on real text.
+      hidden_rms: typical root mean square of the target's last hidden state on real text.
     """
     width = config.block.hidden_size
     shapes = jax.eval_shape(
@@ -46,7 +47,8 @@ def initialize_head(
     identity = jnp.eye(width)
 
     def initial(path: tuple[str, ...], shape: tuple[int, ...], key: jax.Array) -> jax.Array:
-        noise = _NOISE * jax.random.normal(key, shape) / width**0.5
+        normal = jax.random.normal(key, shape) / width**0.5  # keeps the length of a vector
+        noise = _NOISE * normal
         match path:
             case (block, *rest) if block.startswith("block_") and block != "block_norm":
                 if rest[-2] in ("o_proj", "down_proj"):
@@ -57,7 +59,7 @@ def initialize_head(
             case ("ad1" | "ad2" as decoder, "v", "kernel"):
                 # AD2 reads states of the block's norm, whose RMS is 1.
                 state_rms = hidden_rms if decoder == "ad1" else 1.0
-                return identity * state_rms / embedding_rms + noise
+                return normal * state_rms / embedding_rms
             case ("ad1" | "ad2", "q" | "k", "bias") | (*_, "scale"):
                 return jnp.ones(shape)
             case ("ad1" | "ad2", "q" | "k", "kernel"):

@@ -1,0 +1,113 @@
+"""On rig M the exact distribution is known: speculative decoding samples it, and nothing else.
+
+Settings are other than temperature 1 with top_p 1, where forgetting a processor would not show.
+All tests share one compiled program: a tree that asks for more tokens than the vocabulary has, over
+a batch of independent seeds.
+
+Axes: B rows, V vocabulary.
+"""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from scipy import stats
+
+import rigs
+from clover_jax.tree import parse_tree
+from infer import generate, speculative_generate
+from infer.propose import propose
+
+ROWS = 512  # of a call
+CALLS = 8
+START = 2  # the prompt
+TREE = [
+    *([a] for a in range(10)),
+    *([a, b] for a in range(3) for b in range(2)),
+    [0, 0, 0],
+]
+SETTINGS = [(0.6, 1.0), (0.6, 0.7), (1.3, 0.9)]  # temperature, top_p
+
+
+def exact_table(temperature: float, top_p: float) -> np.ndarray:
+    """f64 [V, V]: the probability of each next token, by sorting."""
+    logits = rigs.table(rigs.TINY).astype(np.float64) / temperature
+    p = np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True)
+    for row in p:
+        order = np.argsort(-row)
+        before = np.cumsum(row[order]) - row[order]
+        row[order[before >= top_p]] = 0.0
+    return p / p.sum(axis=1, keepdims=True)
+
+
+def sample(model, temperature: float, top_p: float) -> np.ndarray:
+    """int [CALLS * B, 4]: the first new tokens of as many seeds."""
+    said = []
+    for call in range(CALLS):
+        out = speculative_generate(
+            model,
+            [[START]] * ROWS,
+            4,
+            temperature=temperature,
+            top_p=top_p,
+            seed=call * ROWS,
+            tree=TREE,
+        )
+        said += out.token_ids
+    return np.array(said)
+
+
+@pytest.mark.parametrize(("temperature", "top_p"), SETTINGS)
+def test_pairs_are_distributed_as_the_target_says(temperature, top_p):
+    """The head is misled, so that tokens are accepted at every rank, and added by the target."""
+    said = sample(rigs.rig_m(rigs.TINY, noise=1.0), temperature, top_p)
+    p = exact_table(temperature, top_p)
+    before = np.eye(rigs.TINY.vocab_size)[START]  # distribution of the token before the pair
+    for place in range(3):
+        pairs = (before @ p)[:, None] * p  # [V, V], of the tokens at place and place + 1
+        counts = np.zeros_like(pairs)
+        np.add.at(counts, (said[:, place], said[:, place + 1]), 1)
+        assert not counts[pairs == 0].any(), "a token outside the nucleus"
+        possible = pairs > 0
+        expected = pairs[possible] * len(said)
+        seen = counts[possible]
+        rare = expected < 5  # chi-square wants more: they are counted together
+        if rare.any():
+            expected = np.append(expected[~rare], expected[rare].sum())
+            seen = np.append(seen[~rare], seen[rare].sum())
+        assert stats.chisquare(seen, expected).pvalue > 1e-3
+        before = before @ p
+
+
+@pytest.mark.parametrize("noise", [0.0, 1.0])
+@pytest.mark.parametrize(("temperature", "top_p"), [(0.0, 1.0), (0.7, 0.1), (1.3, 0.9)])
+def test_a_branch_wider_than_the_vocabulary(temperature, top_p, noise):
+    """Ten children of a vocabulary of six; at top_p 0.1 most of them have no probability."""
+    model = rigs.rig_m(rigs.TINY, noise=noise)
+    prompts = [[row % 6] for row in range(ROWS)]
+    settings = {"temperature": temperature, "top_p": top_p, "seed": 3}
+    plain = generate(model, prompts, 12, **settings)
+    fast = speculative_generate(model, prompts, 12, tree=TREE, **settings)
+    sampling = rigs.row_sampling(ROWS, 3, temperature=temperature, top_p=top_p)
+    assert rigs.near_ties(model, prompts, plain.token_ids, fast.token_ids, sampling) <= 1
+    # All of the vocabulary is among the children: the first draft token is always right.
+    assert fast.stats.accepted_by_depth[0] == pytest.approx(1.0, abs=0.17)
+
+
+def test_twin_siblings_do_not_exist():
+    """A head that is certain still proposes each token once."""
+    model = rigs.rig_m(rigs.TINY)
+    certain = model.draft._replace(lm_rows=1e6 * model.draft.lm_rows)
+    tree = parse_tree(TREE)
+    state = jnp.ones((2, rigs.TINY.hidden_size))
+    noise = [jnp.zeros((2, 6))] * tree.depth
+    for top_p in (0.1, 1.0):
+        sampling = rigs.row_sampling(2, 0, temperature=0.7, top_p=top_p)
+        tokens = np.asarray(
+            propose(model.draft_config, certain, tree, state, jnp.array([0, 3]), noise, sampling)
+        )
+        for row in tokens:
+            for children in tree.children:
+                drafted = [row[c] for c in children if c >= 0 and row[c] >= 0]
+                assert len(set(drafted)) == len(drafted)
+            first = [row[c] for c in tree.children[0]]
+            assert sorted(first) == [-1, -1, -1, -1, 0, 1, 2, 3, 4, 5]
