@@ -26,7 +26,7 @@ lint: $(VENV)/.test
 
 # Needs the test set-up: the side-by-side with transformers runs in torch.
 bench: $(VENV)/.test
-	@$(RUN) -m infer.bench
+	@$(RUN) -m infer.bench --transformers
 
 clean:
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache build dist

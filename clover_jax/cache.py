@@ -31,12 +31,16 @@ def num_slots(cache: KVCache) -> int:
     return cache[0].v.shape[2]
 
 
-def commit(cache: KVCache, new: KVCache, slots: jax.Array) -> KVCache:
+def commit(cache: KVCache, new: KVCache, slots: jax.Array, output: jax.Array) -> KVCache:
     """Writes the keys and values of T new tokens into their slots.
 
     Args:
       slots: int32 [B, T]; a token whose slot is S is dropped, nothing is ever clamped.
+      output: [B, T, D], what came out of the pass that read the cache; a token that came out as NaN
+        is dropped too. So the write has to wait for the reads. Keys and values alone would let the
+        compiler write first, and for that it copies whole caches.
     """
+    slots = jnp.where(jnp.isnan(output[..., 0]), num_slots(cache), slots)
 
     def write(held: LayerKV, fresh: LayerKV, slot: jax.Array) -> LayerKV:  # one row
         return LayerKV(

@@ -16,9 +16,8 @@ import numpy as np
 
 from clover_jax.config import TargetConfig
 from clover_jax.target import Target, causal_mask
-from infer.engine import _row_keys
 from infer.load import Model
-from infer.sampling import Sampling, gumbel_noise, process
+from infer.sampling import Sampling, gumbel_noise, process, row_keys
 
 # Two passes over the same tokens round differently. On SmolLM2-135M the leading logits moved by up
 # to 2e-5 in float32 and 0.25 in bfloat16; a difference of two logits by twice that.
@@ -94,7 +93,7 @@ def forced_scores(
         temperature=jnp.asarray([temperature], jnp.float32),
         top_k=jnp.zeros(1, jnp.int32),
         top_p=jnp.ones(1, jnp.float32),
-        keys=_row_keys(seed, 1),
+        keys=row_keys(seed, 1),
     )
     scores = _scores(
         model.config,

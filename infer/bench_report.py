@@ -61,9 +61,10 @@ def markdown(settings: Settings, records: Sequence[Record]) -> str:
     systems = list(records[0].counts)
     parts = [
         f"# {settings.model} on {settings.machine}",
-        f"One prompt at a time, at most {settings.max_new_tokens} new tokens, temperature "
+        f"First turns, one at a time; at most {settings.max_new_tokens} new tokens, temperature "
         f"{settings.temperature:g}, {settings.dtype}, JAX {settings.jax}.  \n"
-        f"Draft tree of {len(settings.tree)} nodes: {[list(path) for path in settings.tree]}.",
+        f"Draft tree of {len(settings.tree)} nodes: {[list(path) for path in settings.tree]}."
+        + ("  \ntransformers runs in torch, float32." if TRANSFORMERS in systems else ""),
         "## Speed",
         _table(
             [

@@ -146,7 +146,8 @@ def prefill(
         before = jnp.minimum(prompt_length, start)
         hidden, new = target.apply(target_vars, tokens, positions, mask, target_cache, before, span)
         inside = positions < prompt_length[:, None]
-        target_cache = kv.commit(target_cache, new, jnp.where(inside, positions, slots))
+        written = jnp.where(inside, positions, slots)
+        target_cache = kv.commit(target_cache, new, written, hidden)
         is_last = positions == prompt_length[:, None] - 1
         last_hidden = jnp.where(
             jnp.any(is_last, axis=1)[:, None],
@@ -237,15 +238,14 @@ def decode_step(
     rows = jnp.arange(tokens.shape[0])[:, None]
     where = jnp.where(emitted_here, state.emitted[:, None] + steps, state.output.shape[1])
     last = jnp.maximum(count - 1, 0)[:, None]
+    written = _slots_of_path(tree, path, emitted_here, positions, slots)
     state = dataclasses.replace(
         state,
         output=state.output.at[rows, where].set(path.tokens, mode="drop"),
         emitted=state.emitted + count,
         ended=state.ended | (active & (until_eos <= count)),
         root=jnp.where(active, jnp.take_along_axis(path.tokens, last, axis=1)[:, 0], state.root),
-        target_cache=kv.commit(
-            state.target_cache, new, _slots_of_path(tree, path, emitted_here, positions, slots)
-        ),
+        target_cache=kv.commit(state.target_cache, new, written, hidden),
         passes=state.passes + active,
         accepted=state.accepted + emitted_here,
     )

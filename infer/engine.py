@@ -9,6 +9,7 @@ end-of-sequence tokens are arguments of the program and never recompile it.
 from __future__ import annotations
 
 import dataclasses
+import re
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -21,12 +22,13 @@ from clover_jax.chat import encode_prompt
 from clover_jax.tree import PLAIN, Tree, parse_tree
 from infer.decode import DecodeState, Request, Shape, Weights, decode, prefill
 from infer.load import Model
-from infer.sampling import Sampling
+from infer.sampling import Sampling, row_keys
 
 Message = dict[str, Any]
 Prompt = str | Sequence[int] | Sequence[Message]
 
 _EOS_SLOTS = 8  # ids beyond it go into the next multiple
+_BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")
 _STREAM_STEPS = 4  # target passes between two pieces of a stream
 
 
@@ -149,12 +151,11 @@ def stream(
     while True:
         count = int(state.emitted[0])
         done = bool(state.ended[0]) or count >= int(call.request.budget[0])
-        text = _text(model, np.asarray(state.output[0, :count]).tolist())
-        # A character may end in a later token: until then it decodes to U+FFFD.
-        stable = text if done else text.rstrip("\N{REPLACEMENT CHARACTER}")
-        if len(stable) > len(sent):
-            yield stable[len(sent) :]
-            sent = stable
+        tokens = np.asarray(state.output)[0, :count].tolist()  # on the host: a slice compiles
+        text = _text(model, tokens) if done else _settled_text(model, tokens)
+        if len(text) > len(sent):
+            yield text[len(sent) :]
+            sent = text
         if done:
             return
         state = _decode(call.shape, call.weights, call.request, state, jnp.int32(_STREAM_STEPS))
@@ -199,7 +200,7 @@ def _prepare(
         temperature=jnp.asarray(_per_row("temperature", temperature, rows, np.float32, 0.0)),
         top_k=jnp.asarray(_per_row("top_k", top_k, rows, np.int32, 0, 2**31 - 1)),
         top_p=jnp.asarray(_per_row("top_p", top_p, rows, np.float32, 0.0, 1.0)),
-        keys=_row_keys(seed, rows),
+        keys=row_keys(seed, rows),
     )
     context = model.config.max_position_embeddings
     for row, (prompt, new) in enumerate(zip(ids, budget.tolist(), strict=True)):
@@ -279,13 +280,36 @@ def _finish(
 def _text(model: Model, tokens: list[int]) -> str:
     if model.tokenizer is None:
         return ""
-    return str(model.tokenizer.decode(tokens, skip_special_tokens=True))
+    return str(
+        model.tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    )
+
+
+def _settled_text(model: Model, tokens: list[int]) -> str:
+    """The part of the text that no later token changes.
+
+    A character may end in a later token: until then it decodes to U+FFFD. And a run of byte tokens
+    (Llama 2, Vicuna) decodes as a whole: an invalid byte turns all of it into U+FFFD.
+    """
+    tokenizer = model.tokenizer
+    assert tokenizer is not None  # as stream has checked
+    names = tokenizer.convert_ids_to_tokens(tokens)
+    skipped = set(tokenizer.all_special_ids)
+    end = len(tokens)
+    while end and (tokens[end - 1] in skipped or _BYTE_TOKEN.fullmatch(names[end - 1] or "")):
+        end -= 1
+    return _text(model, tokens[:end]).rstrip("\N{REPLACEMENT CHARACTER}")
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """Tells one prompt from a list of them."""
     if isinstance(prompts, str):
         return [prompts]
+    if not isinstance(prompts, Sequence | np.ndarray):
+        raise ValueError(
+            "prompts are a string, token ids, messages or a list of those, not "
+            f"{type(prompts).__name__}"
+        )
     listed: list[Any] = list(prompts)
     if not listed:
         raise ValueError("the prompt is empty")
@@ -315,17 +339,6 @@ def _per_row(
         bounds = f"between {low} and {high}" if np.isfinite(high) else f"at least {low}"
         raise ValueError(f"{name} must be {bounds}, got {bad.flat[0]}")
     return np.broadcast_to(values, (rows,)).astype(dtype)
-
-
-def _row_keys(seed: int | Sequence[int], rows: int) -> jax.Array:
-    seeds = np.asarray(seed)
-    if not np.issubdtype(seeds.dtype, np.integer):
-        raise ValueError(f"seed must be a whole number, got {seed!r}")
-    if seeds.ndim > 1 or (seeds.ndim == 1 and len(seeds) != rows):
-        raise ValueError(f"seed holds {seeds.size} values for {rows} prompts")
-    each = [int(seeds) + i for i in range(rows)] if seeds.ndim == 0 else [int(s) for s in seeds]
-    # Both halves of the seed enter the key, whatever the width of integers in use.
-    return jnp.asarray([[(s >> 32) & 0xFFFFFFFF, s & 0xFFFFFFFF] for s in each], jnp.uint32)
 
 
 def _check_prompt(row: int, prompt: list[int], budget: int, vocab_size: int, context: int) -> None:

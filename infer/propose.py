@@ -73,7 +73,8 @@ def read(
         span,
         method="advance",
     )
-    return states, kv.commit(cache, new, jnp.where(valid, positions, kv.num_slots(cache)))
+    slots = jnp.where(valid, positions, kv.num_slots(cache))
+    return states, kv.commit(cache, new, slots, states)
 
 
 def propose(

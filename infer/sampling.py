@@ -11,10 +11,12 @@ Axes: B rows, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 # Probabilities are sums of rounded numbers: a prefix that misses top_p by less has reached it.
 _MASS_TOLERANCE = 1e-6
@@ -34,6 +36,22 @@ class Sampling(NamedTuple):
     top_k: jax.Array
     top_p: jax.Array
     keys: jax.Array
+
+
+def row_keys(seed: int | Sequence[int], rows: int) -> jax.Array:
+    """Key data of each row, uint32 [rows, 2]: one seed per row, or seed + i for row i.
+
+    Raises:
+      ValueError: seeds that are not whole numbers, or not one per row.
+    """
+    seeds = np.asarray(seed)
+    if not np.issubdtype(seeds.dtype, np.integer):
+        raise ValueError(f"seed must be a whole number, got {seed!r}")
+    if seeds.ndim > 1 or (seeds.ndim == 1 and len(seeds) != rows):
+        raise ValueError(f"seed holds {seeds.size} values for {rows} prompts")
+    each = [int(seeds) + i for i in range(rows)] if seeds.ndim == 0 else [int(s) for s in seeds]
+    # Both halves of the seed enter the key, whatever the width of integers in use.
+    return jnp.asarray([[(s >> 32) & 0xFFFFFFFF, s & 0xFFFFFFFF] for s in each], jnp.uint32)
 
 
 def gumbel_noise(sampling: Sampling, positions: jax.Array, vocab_size: int) -> jax.Array:

@@ -51,6 +51,4 @@ def byte_fallback() -> PreTrainedTokenizerFast:
 
 def _wrap(core: Tokenizer) -> PreTrainedTokenizerFast:
     core.add_special_tokens(SPECIAL)
-    return PreTrainedTokenizerFast(
-        tokenizer_object=core, eos_token="<end>", chat_template=TEMPLATE
-    )
+    return PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<end>", chat_template=TEMPLATE)

@@ -103,8 +103,8 @@ def rig_m(config: TargetConfig = CONFIG, noise: float = 0.0) -> Model:
 def table(config: TargetConfig) -> np.ndarray:
     """f32 [V, V]: rig M's logits after each token; the next one in the cycle is the likeliest."""
     size = config.vocab_size
-    rows = np.random.default_rng(1).uniform(-1.5, 1.5, (size, size))
-    rows[np.arange(size), (np.arange(size) + 1) % size] = 2.5
+    rows = np.random.default_rng(1).uniform(0.0, 1.5, (size, size))
+    rows[np.arange(size), (np.arange(size) + 1) % size] = 1.8
     return rows.astype(np.float32)
 
 
@@ -152,7 +152,7 @@ def rig_o() -> Model:
     for temperature in (0.0, 0.7):
         said = generate(model, PROMPTS, NEW, temperature=temperature, top_p=0.9, seed=SEED)
         texts += [p + new for p, new in zip(PROMPTS, said.token_ids, strict=True)]
-    return _overfitted(model, texts, steps=300)
+    return _overfitted(model, texts, steps=600)
 
 
 def _overfitted(model: Model, texts: list[list[int]], steps: int) -> Model:

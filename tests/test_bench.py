@@ -1,4 +1,4 @@
-"""`python -m infer.bench`: exact counts, honest times, and a report that can be read by machines."""
+"""`python -m infer.bench`: exact counts, honest times, and a report that machines can read."""
 
 import json
 import sys
@@ -311,7 +311,8 @@ def test_transformers_without_torch(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)
-    line = refused(capsys, options(folder, "--transformers"))
+    questions = str(folder / "questions.jsonl")
+    line = refused(capsys, options(folder, "--transformers", "--prompts", questions))
     assert "torch, which is not installed" in line
 
 

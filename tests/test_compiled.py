@@ -8,15 +8,15 @@ import logging
 import math
 import re
 
+import byte_tokenizers
 import jax
 import jax.numpy as jnp
 import pytest
-
 import rigs
-from clover_jax.tree import parse_tree
-from infer import engine, generate, speculative_generate
-from infer.decode import prefill
 from rigs import NEW, PROMPTS, rig_m, rig_r, with_eos
+
+from clover_jax.tree import parse_tree
+from infer import engine, generate, speculative_generate, stream
 
 
 @pytest.fixture
@@ -69,6 +69,15 @@ def test_another_tree_shares_the_prefill(compiled):
     assert engine._prefill._cache_size() == size
 
 
+def test_a_stream_compiles_nothing_on_its_way(compiled):
+    model = dataclasses.replace(rig_m(), tokenizer=byte_tokenizers.byte_level())
+    list(stream(model, [3], NEW, tree=None))
+    compiled()
+    for settings in ({"temperature": 0.8, "seed": 5}, {"top_p": 0.5, "temperature": 2.0}):
+        list(stream(with_eos(model, 9), [4, 8], NEW - 1, tree=None, **settings))
+    assert compiled() == []
+
+
 # ---- the compiled loop
 
 BATCH, SLOTS = 3, 101  # so that nothing else has as many elements as a cache
@@ -116,7 +125,9 @@ def cache_sized_work(text: str) -> list[str]:
     in one.
     """
     found = computations(text)
-    bodies = [b for lines in found.values() for x in lines for b in re.findall(r"body=%?([\w.\-]+)", x)]
+    bodies = [
+        b for lines in found.values() for x in lines for b in re.findall(r"body=%?([\w.\-]+)", x)
+    ]
     todo, seen, work = bodies, set(), []
     while todo:
         name = todo.pop()
@@ -140,38 +151,44 @@ def cache_sized_work(text: str) -> list[str]:
 
 
 def _updates_in_place(found: dict[str, list[str]], fusion: str) -> bool:
-    kinds = [
-        _OP.match(line)[3] for line in found[fusion] if CACHE in elements(_OP.match(line)[2])
-    ]
+    kinds = [_OP.match(line)[3] for line in found[fusion] if CACHE in elements(_OP.match(line)[2])]
     writes = [k for k in kinds if k not in NO_WORK]
     return set(writes) <= {"scatter", "dynamic-update-slice"}
 
 
 @pytest.fixture(scope="module")
-def lowered_state():
-    """Abstract arguments of `decode` for an odd bucket."""
-    model, tree = rig_r(), parse_tree("chain-3")
-    call = engine._prepare(model, PROMPTS[:BATCH], 8, 0.7, 0.9, 0, 0, tree)
-
-    def start(*arrays):
-        return prefill(
-            call.shape.target, call.shape.draft, *arrays, slots=SLOTS, room=SLOTS, chunk=16
-        )
-
-    state = jax.eval_shape(start, call.weights, call.request, call.prompt, call.prompt_length)
-    state = dataclasses.replace(state, accepted=jax.ShapeDtypeStruct((BATCH, tree.depth + 1), jnp.int32))
-    return call, state
+def odd_call() -> engine._Call:
+    # Five nodes: the scores [B, K, nodes * G, S] then have another size than a cache [B, K, H, S].
+    call = engine._prepare(rig_r(), PROMPTS[:BATCH], 8, 0.7, 0.9, 0, 0, parse_tree("chain-4"))
+    return call._replace(slots=SLOTS)
 
 
-def test_the_decode_loop_copies_no_cache(lowered_state):
-    call, state = lowered_state
+def test_the_decode_loop_copies_no_cache(odd_call):
+    call = odd_call
+    state = jax.eval_shape(lambda: engine._start(call))
     compiled = engine._decode.lower(
         call.shape, call.weights, call.request, state, jnp.int32(5)
     ).compile()
     assert cache_sized_work(compiled.as_text()) == []
-    # The caches, two arrays a layer, live where they lived before the call.
+    # The caches, two arrays a layer, stay where they were before the call.
     layers = rigs.CONFIG.num_layers + call.shape.draft.block.num_layers
     assert compiled.memory_analysis().alias_size_in_bytes >= 2 * layers * CACHE * 4
+
+
+def test_the_prefill_loop_copies_no_cache(odd_call):
+    call = odd_call
+    compiled = engine._prefill.lower(
+        call.shape.target,
+        call.shape.draft,
+        call.weights,
+        call.request,
+        call.prompt,
+        call.prompt_length,
+        slots=call.slots,
+        room=call.slots,
+        chunk=call.chunk,
+    ).compile()
+    assert cache_sized_work(compiled.as_text()) == []
 
 
 @pytest.mark.parametrize("bad", ["scan", "where"])

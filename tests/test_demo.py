@@ -36,6 +36,18 @@ def test_the_demo(
     assert same.split()[-3:] == ["3", "of", "3"]
 
 
+def test_without_a_head(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = chain_model(tmp_path / "target", cycle_table(SAID))
+    monkeypatch.setattr(demo, "load", lambda _: load(target=target))
+    monkeypatch.setattr(demo, "NEW_TOKENS", 20)
+    assert cli.run(demo.main, []) == 0
+    output, _ = capsys.readouterr()
+    assert "what follows is plain generation" in output
+    assert output.endswith(f"\n\n{SAID}\n\n")
+
+
 def test_a_difference_is_shown() -> None:
     counts = demo.Counts(tokens=2, passes=1, decode_seconds=1.0)
     text = demo.table(demo.Comparison(counts, counts, ["'why': " + "other words " * 20]))

@@ -264,14 +264,16 @@ def test_resuming_is_exact(
 ) -> None:
     """Stopped at step 8 after a save at 5, and other moments to save and to evaluate later."""
     config = dataclasses.replace(settings, output=str(tmp_path / "run"))
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as patch:
         stop_at(patch, 8)
-        run(config)
+        with pytest.raises(KeyboardInterrupt):
+            run(config)
     assert not (tmp_path / "run" / "head").exists()
     # What a save leaves that did not come to its end.
     (tmp_path / "run" / "checkpoints" / "7.orbax-checkpoint-tmp").mkdir()
 
     resumed = run(dataclasses.replace(config, save_every=100, eval_every=100, log_every=1))
+    assert not list(tmp_path.glob("run/checkpoints/*tmp*"))
     assert f"resumed at step 5 of {steps_of(straight)[-1]}\n" in resumed.printed
     assert_same_result(resumed, straight)
 
@@ -396,13 +398,13 @@ def overfitted(tmp_path_factory) -> Run:
             output=str(folder / "run"),
             eval_fraction=0.2,
             batch_size=8,
-            epochs=50.0,
+            epochs=30.0,
             num_layers=1,
             learning_rate=1e-2,
             warmup_steps=10,
             dtype="float32",
             log_every=50,
-            eval_every=50,
+            eval_every=20,
             save_every=1000,
         )
     )
@@ -410,8 +412,7 @@ def overfitted(tmp_path_factory) -> Run:
 
 def test_the_loss_falls(overfitted: Run) -> None:
     losses = [float(x) for x in re.findall(r"held-back loss ([\d.]+)", overfitted.printed)]
-    assert len(losses) == 4
-    assert losses[-1] < losses[0]
+    assert losses[-1] < 0.7 * losses[0]
     assert "accuracy by head 100 100 100 100 100 %\n" in overfitted.printed
 
 
@@ -486,10 +487,12 @@ def test_the_rate_warms_up_and_decays_to_zero() -> None:
     _, schedule = make_optimizer(0.5, 100, 10, 0.0, 1.0)
     rates = [float(schedule(step)) for step in range(101)]
     np.testing.assert_allclose(rates[:11], np.arange(11) / 20, atol=1e-6)
-    assert all(later < earlier for earlier, later in zip(rates[10:], rates[11:], strict=False))
+    assert np.all(np.diff(rates[10:]) < 0)
     assert rates[100] == pytest.approx(0, abs=1e-7)
     for total in (1, 2, 5):  # shorter than the warm-up
-        assert np.isfinite([float(make_optimizer(0.5, total, 10, 0.0, 1.0)[1](s)) for s in (0, 4)]).all()
+        assert np.isfinite(
+            [float(make_optimizer(0.5, total, 10, 0.0, 1.0)[1](s)) for s in (0, 4)]
+        ).all()
 
 
 def test_only_kernels_decay_and_gradients_are_clipped() -> None:

@@ -10,9 +10,9 @@ Axes: B rows, V vocabulary.
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import rigs
 from scipy import stats
 
-import rigs
 from clover_jax.tree import parse_tree
 from infer import generate, speculative_generate
 from infer.propose import propose

@@ -187,7 +187,7 @@ def test_advance_in_pieces(params: Params, inputs, pieces: list[int]) -> None:
             cache,
             jnp.full((B,), done),
         )
-        cache = kv.commit(cache, new, positions)
+        cache = kv.commit(cache, new, positions, state)
         states.append(state)
         done += size
     np.testing.assert_allclose(np.concatenate(states, axis=1), whole, atol=2e-5)

@@ -5,14 +5,13 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import byte_tokenizers
 import numpy as np
 import pytest
-
-import byte_tokenizers
-import rigs
 from byte_tokenizers import BOT, BYTES, END, USER
-from infer import Model, generate, speculative_generate, stream
 from rigs import CONTEXT, NEW, PROMPTS, SEED, rig_m, rig_o, rig_r, with_eos
+
+from infer import Model, generate, speculative_generate, stream
 
 
 @pytest.fixture(scope="module", params=["byte_level", "byte_fallback"])

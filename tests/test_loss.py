@@ -275,9 +275,9 @@ def test_memory_does_not_grow_as_heads_by_length_by_vocabulary() -> None:
         return jax.ShapeDtypeStruct(shape, dtype)
 
     def slope(params: Params, *rest: Any) -> Any:
-        return jax.grad(
-            lambda p: distillation_loss(config, WEIGHTS, p, *rest), has_aux=True
-        )(params)
+        return jax.grad(lambda p: distillation_loss(config, WEIGHTS, p, *rest), has_aux=True)(
+            params
+        )
 
     compiled = (
         quick_jit(slope)

@@ -165,7 +165,7 @@ def chunked_pass(config: TargetConfig, params: Params) -> np.ndarray:
             jnp.full(batch, start),
             jnp.full((batch, count), LENGTH),  # what the single pass has, for dynamic scaling
         )
-        return hidden, kv_cache.commit(cache, new, positions)
+        return hidden, kv_cache.commit(cache, new, positions, hidden)
 
     outputs, start = [], 0
     for count in [41, 41, *[1] * (LENGTH - 82)]:

@@ -2,25 +2,39 @@
 
 from pathlib import Path
 
-import jax
+import flax.traverse_util
 import jax.numpy as jnp
+import numpy as np
 
 from clover_jax.config import DraftConfig
-from clover_jax.weights.clover import Head, save_head
+from clover_jax.weights.clover import Head, abstract_head, save_head
 from clover_jax.weights.fingerprint import fingerprint
 from infer.load import load
-from train.initialize import initialize_head
 
 
 def perfect_head(target: Path, folder: Path) -> Path:
-    """A head for a chain model: of all it reads only the last token counts."""
+    """A head whose logits are the chain model's own; returns its folder."""
     model = load(target=target)
     config = DraftConfig.for_target(model.config, num_layers=1)
-    head = initialize_head(config, model.params, jax.random.key(0), hidden_rms=1e3)
     width = model.config.hidden_size
-    # FC2 reads [state ; token embedding]: the second half alone is the target's own state.
-    head["fc2"]["kernel"] = jnp.concatenate([jnp.zeros((width, width)), jnp.eye(width)])
-    save_head(
-        folder, Head(config, head, None, fingerprint(model.config, model.params)), jnp.float32
+
+    def parameter(path: tuple[str, ...]) -> np.ndarray:
+        match path:
+            case (*_, "scale"):
+                return np.ones(width)
+            case ("ad1", "q" | "k", "bias"):
+                return np.ones(width)  # the gate is open
+            case ("ad1", "v", "kernel"):
+                return 1e8 * np.eye(width)  # the token drowns the state it is added to
+            case ("fc1", "kernel"):
+                return np.eye(width)
+            case ("fc2", "kernel"):  # reads [state ; token]
+                return np.concatenate([np.zeros((width, width)), np.eye(width)])
+        return np.zeros(abstract_head(config)[path].shape)
+
+    params = flax.traverse_util.unflatten_dict(
+        {path: jnp.asarray(parameter(path), jnp.float32) for path in abstract_head(config)}
     )
+    head = Head(config, params, None, fingerprint(model.config, model.params))
+    save_head(folder, head, jnp.float32)
     return folder

@@ -21,7 +21,9 @@ class Checkpoints:
     def __init__(self, folder: Path, keep: int) -> None:
         self._manager = ocp.CheckpointManager(
             folder.absolute(),
-            options=ocp.CheckpointManagerOptions(max_to_keep=keep, create=True),
+            options=ocp.CheckpointManagerOptions(
+                max_to_keep=keep, create=True, cleanup_tmp_directories=True
+            ),
         )
         self._folder = folder
 

@@ -29,6 +29,7 @@ from tqdm import tqdm
 from clover_jax.config import DraftConfig
 from clover_jax.weights.clover import Head, save_head
 from clover_jax.weights.fingerprint import fingerprint
+from infer.cli import run
 from infer.load import Model, load
 from train.checkpoint import Checkpoints
 from train.config import DistillConfig
@@ -82,13 +83,13 @@ def distill(config: DistillConfig) -> Path:
 
     output = Path(config.output)
     target_print = fingerprint(model.config, model.params)
-    run = config.fixed() | {"corpus": corpus.digest(), "target_fingerprint": target_print}
+    identity = config.fixed() | {"corpus": corpus.digest(), "target_fingerprint": target_print}
     with (
         Checkpoints(output / "checkpoints", config.keep) as checkpoints,
         SummaryWriter(str(output / "tensorboard")) as writer,
     ):
         state = initial_state(config, recipe, optimizer, frozen, batches.batch_at(0))
-        state = checkpoints.restore(state, run) or state
+        state = checkpoints.restore(state, identity) or state
         first = int(state.step)
         if first:
             print(f"resumed at step {first} of {total}")
@@ -105,7 +106,7 @@ def distill(config: DistillConfig) -> Path:
                 report_evaluation(values, writer, index + 1)
                 meter.restart()
             if (index + 1) % config.save_every == 0 or index + 1 == total:
-                checkpoints.save(state, run)
+                checkpoints.save(state, identity)
         bar.close()
 
     folder = output / "head"
@@ -307,7 +308,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except (ValueError, OSError) as error:
-        sys.exit(f"error: {error}")
+    sys.exit(run(main))

@@ -24,6 +24,7 @@ import numpy as np
 from tqdm import tqdm
 
 from infer import Model, generate, load
+from infer.cli import run
 from train.options import option, parse
 
 Message = dict[str, str]
@@ -202,7 +203,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except (ValueError, OSError) as error:
-        sys.exit(f"error: {error}")
+    sys.exit(run(main))
