@@ -158,7 +158,8 @@ def rig_o() -> Model:
 def _overfitted(model: Model, texts: list[list[int]], steps: int) -> Model:
     """The model under a head trained on nothing but these texts."""
     config = DraftConfig.for_target(model.config, num_layers=1)
-    recipe = Recipe(model.config, config, LossWeights(), "float32")
+    steps_taught = dataclasses.replace(config, num_steps=3)  # later ones share their parameters
+    recipe = Recipe(model.config, steps_taught, LossWeights(), "float32")
     all_tokens = jnp.arange(model.config.vocab_size)
     vocabulary = Vocabulary(model.params["lm_head"], all_tokens, model.params["embed_tokens"])
     frozen = Frozen(model.params, vocabulary)
@@ -236,7 +237,7 @@ def teacher_forced(
 ) -> Forced:
     """One pass without a cache over prompts and new tokens; R is the most new tokens of a row."""
     texts = [[*p, *new] for p, new in zip(prompts, token_ids, strict=True)]
-    width = max(64, *map(len, texts))
+    width = 128 if max(map(len, texts)) <= 128 else 1024  # two programs, not one per length
     tokens = jnp.asarray([t + [0] * (width - len(t)) for t in texts], jnp.int32)
     choices, margins = _choices(model.config, model.params, tokens, sampling)
     start = np.array([len(p) for p in prompts])[:, None] - 1
