@@ -158,8 +158,7 @@ def rig_o() -> Model:
 def _overfitted(model: Model, texts: list[list[int]], steps: int) -> Model:
     """The model under a head trained on nothing but these texts."""
     config = DraftConfig.for_target(model.config, num_layers=1)
-    steps_taught = dataclasses.replace(config, num_steps=3)  # later ones share their parameters
-    recipe = Recipe(model.config, steps_taught, LossWeights(), "float32")
+    recipe = Recipe(model.config, config, LossWeights(), "float32")
     all_tokens = jnp.arange(model.config.vocab_size)
     vocabulary = Vocabulary(model.params["lm_head"], all_tokens, model.params["embed_tokens"])
     frozen = Frozen(model.params, vocabulary)
