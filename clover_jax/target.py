@@ -5,6 +5,8 @@ Axes: B batch, T query tokens, S cache slots, D model, V vocabulary.
 
 from __future__ import annotations
 
+from typing import Any
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -12,6 +14,12 @@ import jax.numpy as jnp
 from clover_jax.cache import KVCache, num_slots
 from clover_jax.config import TargetConfig
 from clover_jax.layers import Context, DecoderLayer, RMSNorm, matmul
+
+
+def lm_head(params: Any) -> jax.Array:
+    """The rows that score the vocabulary, [V, D]: the embedding's where the two are tied."""
+    head: jax.Array = params["lm_head" if "lm_head" in params else "embed_tokens"]
+    return head
 
 
 def causal_mask(length: int) -> jax.Array:

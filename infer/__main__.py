@@ -89,20 +89,7 @@ def _parser() -> cli.Parser:
     cli.add_model_options(parser)
 
     generation = parser.add_argument_group("generation")
-    generation.add_argument(
-        "--max_new_tokens",
-        type=cli.whole_number(1),
-        default=128,
-        metavar="N",
-        help="tokens at most (default %(default)s)",
-    )
-    generation.add_argument(
-        "--temperature",
-        type=cli.number(0.0),
-        default=0.0,
-        metavar="T",
-        help="0 is greedy (default %(default)g)",
-    )
+    cli.add_length_and_temperature(generation)
     generation.add_argument(
         "--top_p",
         type=cli.number(0.0, 1.0),

@@ -231,20 +231,7 @@ def _parser() -> cli.Parser:
         metavar="N",
         help="use the first N prompts of each task (default: all)",
     )
-    parser.add_argument(
-        "--max_new_tokens",
-        type=cli.whole_number(1),
-        default=128,
-        metavar="N",
-        help="tokens at most (default %(default)s)",
-    )
-    parser.add_argument(
-        "--temperature",
-        type=cli.number(0.0),
-        default=0.0,
-        metavar="T",
-        help="0 is greedy (default %(default)g)",
-    )
+    cli.add_length_and_temperature(parser)
     cli.add_tree_option(parser)
     parser.add_argument(
         "--transformers",

@@ -9,7 +9,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from clover_jax.tree import Tree, parse_tree
 from infer.load import Model, load
@@ -20,8 +20,8 @@ DEFAULT_MODEL = "smollm2-135m"
 class Parser(argparse.ArgumentParser):
     """Takes options as they are spelt in full, and reports a wrong one in one line."""
 
-    def __init__(self, prog: str, description: str) -> None:
-        super().__init__(prog=prog, description=description, allow_abbrev=False)
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(allow_abbrev=False, **settings)
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"error: {message} (see {self.prog} --help)\n")
@@ -74,6 +74,24 @@ def load_model(parser: Parser, arguments: argparse.Namespace) -> Model:
     if arguments.target is None and name is None:
         name = DEFAULT_MODEL
     return load(name, target=arguments.target, draft=arguments.draft, dtype=arguments.dtype)
+
+
+def add_length_and_temperature(group: argparse._ActionsContainer) -> None:
+    """--max_new_tokens and --temperature."""
+    group.add_argument(
+        "--max_new_tokens",
+        type=whole_number(1),
+        default=128,
+        metavar="N",
+        help="tokens at most (default %(default)s)",
+    )
+    group.add_argument(
+        "--temperature",
+        type=number(0.0),
+        default=0.0,
+        metavar="T",
+        help="0 is greedy (default %(default)g)",
+    )
 
 
 def add_tree_option(group: argparse._ActionsContainer) -> None:

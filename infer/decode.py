@@ -9,8 +9,8 @@ Plain decoding is the same loop with a tree that is only its root. One step of a
     commit    keys and values of the path enter the cache        length += count
     advance   the head reads the accepted tokens                 state   [B, D]
 
-Axes: B batch, N tree nodes, L = depth of the tree + 1, S cache slots, C prompt chunk, R room for
-new tokens, E end-of-sequence ids, D model, V vocabulary.
+Axes: B batch, N tree nodes, L = depth of the tree + 1, S cache slots, C prompt chunk,
+E end-of-sequence ids, D model, V vocabulary.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class DecodeState:
     """Everything that changes from step to step.
 
     Attributes:
-      output: int32 [B, R], new tokens.
+      output: int32 [B, S], new tokens.
       emitted: int32 [B], how many there are.
       ended: bool [B], the last one is an end-of-sequence token.
       length: int32 [B], tokens in the caches.
@@ -113,7 +113,6 @@ def prefill(
     prompt: jax.Array,
     prompt_length: jax.Array,
     slots: int,
-    room: int,
     chunk: int,
 ) -> DecodeState:
     """Reads the prompts in chunks and emits each row's first token.
@@ -126,7 +125,6 @@ def prefill(
         ignored.
       prompt_length: int32 [B], at least 1.
       slots: S.
-      room: R.
       chunk: C; no score matrix is larger than [C, S + C].
     """
     batch = prompt.shape[0]
@@ -176,7 +174,7 @@ def prefill(
     first = choose(logits, noise, request.sampling)
     wanted = request.budget > 0
     state = DecodeState(
-        output=jnp.zeros((batch, room), jnp.int32).at[:, 0].set(first),
+        output=jnp.zeros((batch, slots), jnp.int32).at[:, 0].set(first),
         emitted=wanted.astype(jnp.int32),
         ended=wanted & jnp.isin(first, request.eos_ids),
         length=prompt_length - 1,

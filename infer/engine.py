@@ -173,7 +173,7 @@ class _Call(NamedTuple):
     chunk: int
 
 
-_prefill = jax.jit(prefill, static_argnums=(0, 1), static_argnames=("slots", "room", "chunk"))
+_prefill = jax.jit(prefill, static_argnums=(0, 1), static_argnames=("slots", "chunk"))
 _decode = jax.jit(decode, static_argnums=0, donate_argnums=3)
 
 
@@ -236,7 +236,6 @@ def _start(call: _Call) -> DecodeState:
         call.prompt,
         call.prompt_length,
         slots=call.slots,
-        room=call.slots,
         chunk=call.chunk,
     )
     rows, levels = len(call.prompt), call.shape.tree.depth + 1

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from clover_jax.config import DraftConfig, TargetConfig
+from clover_jax.target import lm_head
 from clover_jax.weights.clover import check_target, load_head
 from clover_jax.weights.gguf import GgufSource
 from clover_jax.weights.gguf_tokenizer import tokenizer as gguf_tokenizer
@@ -190,8 +191,7 @@ def _import_transformers() -> None:
 def _ready_head(
     folder: Path, target: TargetConfig, params: Any, dtype: jnp.dtype
 ) -> tuple[DraftConfig, Draft]:
-    lm_head = params["embed_tokens" if target.tie_word_embeddings else "lm_head"]
-    head = load_head(folder, target, dtype, lm_head)
+    head = load_head(folder, target, dtype, lm_head(params))
     check_target(head, target, params)
     return head.config, ready_draft(head.config, head.params, head.draft_ids, target, params)
 
@@ -205,12 +205,11 @@ def ready_draft(
 ) -> Draft:
     """Joins a head with what it borrows from its target; nothing of vocabulary size is copied
     but the rows of a draft vocabulary."""
-    lm_head = target_params["embed_tokens" if target.tie_word_embeddings else "lm_head"]
-    embed = target_params["embed_tokens"]
+    rows, embed = lm_head(target_params), target_params["embed_tokens"]
     ids = jnp.arange(target.vocab_size) if draft_ids is None else jnp.asarray(draft_ids)
     return Draft(
         params=head_params,
-        lm_rows=lm_head if draft_ids is None else lm_head[ids],
+        lm_rows=rows if draft_ids is None else rows[ids],
         token_ids=ids.astype(jnp.int32),
-        embedding=embed if config.embedding == "embed_tokens" else lm_head,
+        embedding=embed if config.embedding == "embed_tokens" else rows,
     )

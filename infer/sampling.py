@@ -21,6 +21,9 @@ import numpy as np
 # Probabilities are sums of rounded numbers: a prefix that misses top_p by less has reached it.
 _MASS_TOLERANCE = 1e-6
 
+# Named, because the same seed must give the same text whatever JAX's default is set to.
+_GENERATOR = "threefry2x32"
+
 
 class Sampling(NamedTuple):
     """Settings of each row.
@@ -58,7 +61,7 @@ def gumbel_noise(sampling: Sampling, positions: jax.Array, vocab_size: int) -> j
     """Noise for the tokens at `positions` (int32 [B]): f32 [B, V]; zeros for greedy rows."""
 
     def draw(key: jax.Array, position: jax.Array) -> jax.Array:
-        key = jax.random.fold_in(jax.random.wrap_key_data(key), position)
+        key = jax.random.fold_in(jax.random.wrap_key_data(key, impl=_GENERATOR), position)
         return jax.random.gumbel(key, (vocab_size,), jnp.float32)
 
     shape = (positions.shape[0], vocab_size)

@@ -185,7 +185,6 @@ def test_the_prefill_loop_copies_no_cache(odd_call):
         call.prompt,
         call.prompt_length,
         slots=call.slots,
-        room=call.slots,
         chunk=call.chunk,
     ).compile()
     assert cache_sized_work(compiled.as_text()) == []

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import functools
 import hashlib
 import io
 import os
@@ -30,12 +29,15 @@ from clover_jax.weights.clover import load_head
 from clover_jax.weights.source import CheckpointError
 from infer.engine import generate, speculative_generate
 from infer.load import Model, load
-from train import data, distill
+from train import distill, packing
 from train.checkpoint import Checkpoints
 from train.config import DistillConfig
-from train.data import Corpus, DataError, load_corpus, split
-from train.loss import head_features
-from train.step import TrainState, make_optimizer, teach
+from train.data import Corpus, load_corpus, split
+from train.loss import head_features, read_samples
+from train.packing import pack
+from train.records import DataError
+from train.segments import Samples, positions
+from train.step import TrainState, make_optimizer, read_target
 
 ROOT = Path(__file__).resolve().parent.parent
 CHATS = 60
@@ -67,6 +69,7 @@ class Run:
     config: DistillConfig
     printed: str
     model: Model  # the target it trained with
+    losses: dict[int, float]  # of the steps that were logged
 
     @property
     def output(self) -> Path:
@@ -80,10 +83,17 @@ class Run:
 def run(config: DistillConfig) -> Run:
     """Trains in this process."""
     models: list[Model] = []
+    losses: dict[int, float] = {}
 
     def remember(*args: Any, **kwargs: Any) -> Model:
         models.append(load(*args, **kwargs))
         return models[-1]
+
+    report = distill.Meter.report
+
+    def note(self: distill.Meter, step: int, metrics: dict[str, jax.Array]) -> None:
+        losses[step] = float(metrics["loss"])
+        report(self, step, metrics)
 
     printed = io.StringIO()
     with (
@@ -92,8 +102,9 @@ def run(config: DistillConfig) -> Run:
         contextlib.redirect_stderr(printed),
     ):
         patch.setattr(distill, "load", remember)
+        patch.setattr(distill.Meter, "report", note)
         assert distill.distill(config) == Path(config.output) / "head"
-    return Run(config, printed.getvalue(), models[0])
+    return Run(config, printed.getvalue(), models[0], losses)
 
 
 @pytest.fixture(scope="module")
@@ -109,13 +120,13 @@ def settings(tmp_path_factory) -> DistillConfig:
         data=(tiny_chat.write_chats(folder / "chats.jsonl", chats),),
         output=str(folder / "straight"),
         eval_fraction=0.2,
-        batch_size=4,
-        epochs=1.0,
+        batch_size=2,
+        epochs=1.2,
         num_layers=1,
         num_steps=3,
         draft_vocab=12,
         warmup_steps=2,
-        log_every=4,
+        log_every=1,
         eval_every=5,
         save_every=5,
         keep=9,
@@ -132,6 +143,12 @@ def straight(settings) -> Run:
 def training_set(settings) -> Corpus:
     corpus, _ = load_corpus(settings.data, tiny_chat.tokenizer(), settings.max_length)
     return split(corpus, settings.eval_fraction)[0]
+
+
+@pytest.fixture
+def total(settings, training_set) -> int:
+    """Steps of a run."""
+    return round(settings.epochs * len(pack(training_set)) / settings.batch_size)
 
 
 def steps_of(run_: Run) -> list[int]:
@@ -165,13 +182,15 @@ def digest(params: Any) -> str:
 # What a run leaves
 
 
-def test_what_a_run_prints(straight: Run, training_set: Corpus) -> None:
+def test_what_a_run_prints(straight: Run, training_set: Corpus, total: int) -> None:
     printed, held_back = straight.printed, CHATS - len(training_set)
+    rows = pack(training_set)
     assert f"{CHATS} records read, {CHATS} kept" in printed
     assert f"{len(training_set)} conversations" in printed
     assert f"{held_back} held back" in printed
+    padding = 100 - 100 * len(training_set.ids) / (64 * len(rows))
+    assert f"{len(rows)} rows of 64 tokens, {padding:.1f}% padding; {total} steps\n" in printed
     assert re.search(r"loss \d+\.\d{3}, accuracy \d+ \d+ \d+ %, [\d,]+ tokens/s", printed)
-    total = round(len(training_set) / 4)
     assert re.findall(r"step (\d+): held-back loss", printed) == ["5", "10", str(total)]
     assert f"{total}/{total} [" in printed  # the bar arrived
     assert printed.endswith(f"head exported to {straight.head}\n")
@@ -186,8 +205,9 @@ def test_metrics_for_tensorboard(straight: Run) -> None:
         assert tag.encode() in written
 
 
-def test_the_last_step_is_saved(straight: Run, training_set: Corpus) -> None:
-    assert steps_of(straight) == [5, 10, round(len(training_set) / 4)]
+def test_the_last_step_is_saved(straight: Run, total: int) -> None:
+    assert steps_of(straight) == [5, 10, total]
+    assert 10 < total < 15
 
 
 def test_a_checkpoint_holds_the_head_alone(straight: Run) -> None:
@@ -249,14 +269,14 @@ def test_a_draft_vocabulary_of_all_tokens_is_none() -> None:
 
 def stop_at(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
     """Ctrl-C when the batch of this step is asked for."""
-    batch_at = data.Batches.batch_at
+    batch_at = packing.Batches.batch_at
 
-    def interrupted(self: data.Batches, index: int) -> data.Batch:
+    def interrupted(self: packing.Batches, index: int) -> packing.Batch:
         if index == step:
             raise KeyboardInterrupt
         return batch_at(self, index)
 
-    monkeypatch.setattr(data.Batches, "batch_at", interrupted)
+    monkeypatch.setattr(packing.Batches, "batch_at", interrupted)
 
 
 def test_resuming_is_exact(
@@ -272,7 +292,7 @@ def test_resuming_is_exact(
     # What a save leaves that did not come to its end.
     (tmp_path / "run" / "checkpoints" / "7.orbax-checkpoint-tmp").mkdir()
 
-    resumed = run(dataclasses.replace(config, save_every=100, eval_every=100, log_every=1))
+    resumed = run(dataclasses.replace(config, save_every=100, eval_every=100, log_every=4))
     assert not list(tmp_path.glob("run/checkpoints/*tmp*"))
     assert f"resumed at step 5 of {steps_of(straight)[-1]}\n" in resumed.printed
     assert_same_result(resumed, straight)
@@ -317,6 +337,39 @@ def test_a_killed_run_resumes_exactly(
 
 def _words(value: Any) -> list[str]:
     return [str(v) for v in value] if isinstance(value, tuple) else [str(value)]
+
+
+def test_cached_features_teach_the_same(
+    straight: Run, settings: DistillConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rounded to bf16, and resumed: the second run reads the states that the first one wrote."""
+    config = dataclasses.replace(settings, features="cached", output=str(tmp_path / "run"))
+    with monkeypatch.context() as patch:
+        stop_at(patch, 8)
+        with pytest.raises(KeyboardInterrupt):
+            run(config)
+    states = tmp_path / "run" / "features" / "states.bfloat16"
+    written = states.stat()
+    resumed = run(config)
+    assert "resumed at step 5 of" in resumed.printed
+    assert states.stat().st_mtime_ns == written.st_mtime_ns
+
+    last = steps_of(straight)[-1]
+    assert sorted(resumed.losses) == list(range(6, last + 1))
+    for step, loss in resumed.losses.items():
+        assert loss == pytest.approx(straight.losses[step], rel=3e-4), step
+
+    def distance(one: Any, other: Any) -> float:
+        squares = jax.tree.map(lambda x, y: np.sum(np.square(x - y)), one, other)
+        return sum(jax.tree.leaves(squares)) ** 0.5
+
+    begun, online = (saved(straight, step)["params"] for step in (5, last))
+    assert distance(saved(resumed, last)["params"], online) < 0.05 * distance(begun, online)
+    ours, its = (load_file(r.head / "model.safetensors") for r in (resumed, straight))
+    assert ours.keys() == its.keys()
+    for name, tensor in its.items():
+        one, other = (x.astype(np.float32) for x in (ours[name], tensor))
+        np.testing.assert_allclose(one, other, rtol=2**-7, atol=1e-3, err_msg=name)
 
 
 def test_a_finished_run_only_exports(straight: Run, settings: DistillConfig) -> None:
@@ -397,8 +450,8 @@ def overfitted(tmp_path_factory) -> Run:
             data=(tiny_chat.write_chats(folder / "chats.jsonl", chats),),
             output=str(folder / "run"),
             eval_fraction=0.2,
-            batch_size=8,
-            epochs=30.0,
+            batch_size=2,
+            epochs=24.0,
             num_layers=1,
             learning_rate=1e-2,
             warmup_steps=10,
@@ -424,11 +477,18 @@ def test_every_head_learns_every_place_of_an_answer(overfitted: Run) -> None:
     tokens = [tiny_chat.USER, *tiny_chat.ids(user), tiny_chat.END, tiny_chat.BOT]
     first = len(tokens)
     tokens = np.array([[*tokens, *tiny_chat.ids(CYCLE), tiny_chat.END]])
-    hidden = teach(model.config, model.params, tokens).hidden
-    features = jax.jit(functools.partial(head_features, head.config))(
-        head.params, model.params["embed_tokens"], hidden, tokens
-    )
-    said = np.argmax(features[:, 0] @ model.params["lm_head"].T, axis=-1)  # [I, T]
+    samples = Samples(tokens, np.ones(tokens.shape, bool), np.ones(tokens.shape, np.int32))
+    hidden = read_target(model.config, model.params, samples)
+    # x_{t+2}, x_{t+3}, ..; what comes round at the end is not looked at.
+    drafted = np.stack([np.roll(tokens[0], -2 - i) for i in range(4)])
+
+    @jax.jit
+    def features_of(params: Any, embedding: jax.Array) -> jax.Array:
+        (state,) = read_samples(head.config, params, hidden, embedding, samples)
+        return head_features(head.config, params, state, embedding[drafted])
+
+    features = features_of(head.params, model.params["embed_tokens"])
+    said = np.argmax(features @ model.params["lm_head"].T, axis=-1)  # [I, T]
     for i in range(5):
         answer = [said[i, q - 2 - i] for q in range(first, tokens.shape[1])]
         assert answer == tokens[0, first:].tolist(), f"head {i}"
@@ -448,36 +508,40 @@ def test_decoding_accepts_what_was_learned(overfitted: Run) -> None:
 
 
 def test_evaluation_weighs_every_sample_right() -> None:
-    """Ten samples of unequal length in batches of four: the same as all of them at once."""
+    """Samples of unequal length, packed, in batches of two rows: the same as all at once."""
     rng = np.random.default_rng(0)
     samples = [
         (rng.integers(0, 50, n).astype(np.int32), rng.random(n) < 0.5)
         for n in (3, 9, 4, 17, 5, 60, 4, 8, 33, 7)
     ]
+    rows = pack(Corpus.from_samples(samples))
+    assert len(rows) % 2
     batches: list[int] = []
 
-    def evaluate(_: Any, __: Any, tokens: np.ndarray, mask: np.ndarray) -> Any:
+    def evaluate(_: Any, __: Any, batch: Samples) -> Any:
         """As batch_loss: means over what each head counts; head 1 counts less."""
-        batches.append(len(tokens))
-        counted = np.stack([mask, mask & (np.arange(mask.shape[1]) >= 5)])
+        batches.append(len(batch.tokens))
+        counted = np.stack([batch.mask, batch.mask & (np.asarray(positions(batch.segments)) >= 5)])
         count = counted.sum(axis=(1, 2)).astype(np.float32)
-        mean = np.where(counted, tokens, 0).sum(axis=(1, 2)) / np.maximum(count, 1)
+        mean = np.where(counted, batch.tokens, 0).sum(axis=(1, 2)) / np.maximum(count, 1)
         terms = {"loss_hidden": mean, "loss_ce": 2 * mean, "accuracy": 3 * mean}
         return np.float32(0), terms | {"count": count}
 
-    config = DistillConfig(batch_size=4, head_decay=0.5, hidden_weight=3.0, ce_weight=1.0)
-    found = distill.evaluation(config, evaluate, None, None, Corpus.from_samples(samples))
+    config = DistillConfig(batch_size=2, head_decay=0.5, hidden_weight=3.0, ce_weight=1.0)
+    found = distill.evaluation(config, evaluate, None, None, rows)
     means = [
         np.mean(np.concatenate([ids[start:][mask[start:]] for ids, mask in samples]))
         for start in (0, 5)
     ]
-    assert batches == [4, 4, 4]
+    assert batches == [2] * ((len(rows) + 1) // 2)
+    assert len(batches) > 1
     np.testing.assert_allclose(found["accuracy"], 3 * np.array(means), rtol=1e-6)
     np.testing.assert_allclose(found["loss"], 5 * (means[0] + 0.5 * means[1]), rtol=1e-6)
 
 
 def test_nothing_held_back() -> None:
-    assert distill.evaluation(DistillConfig(), None, None, None, Corpus.from_samples([])) == {}
+    nothing = pack(Corpus.from_samples([]))
+    assert distill.evaluation(DistillConfig(), None, None, None, nothing) == {}
 
 
 # The optimizer
@@ -517,8 +581,11 @@ def test_only_kernels_decay_and_gradients_are_clipped() -> None:
 # What is refused
 
 
-def test_fewer_samples_than_a_batch(settings: DistillConfig, training_set: Corpus) -> None:
-    message = f"^{len(training_set)} training samples do not fill one batch of 64$"
+def test_fewer_rows_than_a_batch(settings: DistillConfig, training_set: Corpus) -> None:
+    message = (
+        f"^the training samples fill {len(pack(training_set))} rows of 64 tokens, "
+        "fewer than one batch of 64$"
+    )
     with pytest.raises(DataError, match=message):
         run(dataclasses.replace(settings, batch_size=64))
 

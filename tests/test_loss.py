@@ -15,14 +15,8 @@ from clover_jax.draft import DraftHead
 from clover_jax.rope import Rope
 from clover_jax.target import causal_mask
 from clover_jax.weights.clover import abstract_head
-from train.loss import (
-    LossWeights,
-    Teacher,
-    Vocabulary,
-    distillation_loss,
-    supervised,
-    total_loss,
-)
+from train.loss import LossWeights, Teacher, Vocabulary, distillation_loss, total_loss
+from train.segments import Samples, block_mask, positions, supervised
 
 B, T, D, V, STEPS = 3, 11, 16, 23, 3
 WEIGHTS = LossWeights(decay=0.6, hidden=2.0, cross_entropy=0.5)
@@ -58,6 +52,7 @@ class Case:
     vocabulary: Vocabulary
     tokens: np.ndarray
     mask: np.ndarray
+    segments: np.ndarray
 
 
 def case(vocab: np.ndarray | None) -> Case:
@@ -84,6 +79,7 @@ def case(vocab: np.ndarray | None) -> Case:
         Vocabulary(lm_head[ids], row_of, embedding),
         tokens,
         mask,
+        np.ones((B, T), np.int32),
     )
 
 
@@ -92,18 +88,17 @@ quick_jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimizati
 
 
 @functools.partial(quick_jit, static_argnums=(0, 1))
-def ours(config: DraftConfig, chunk: int, params: Params, teacher, vocabulary, tokens, mask) -> Any:
+def ours(config: DraftConfig, chunk: int, params: Params, teacher, vocabulary, samples) -> Any:
     with jax.default_matmul_precision("highest"):
         return jax.value_and_grad(
-            lambda p: distillation_loss(
-                config, WEIGHTS, p, teacher, vocabulary, tokens, mask, chunk
-            ),
+            lambda p: distillation_loss(config, WEIGHTS, p, teacher, vocabulary, samples, chunk),
             has_aux=True,
         )(params)
 
 
 def of_case(config: DraftConfig, chunk: int, c: Case) -> Any:
-    return ours(config, chunk, c.params, c.teacher, c.vocabulary, c.tokens, c.mask)
+    samples = Samples(c.tokens, c.mask, c.segments)
+    return ours(config, chunk, c.params, c.teacher, c.vocabulary, samples)
 
 
 def naive_loss(config: DraftConfig, c: Case, params: Params) -> tuple[jax.Array, dict[str, Any]]:
@@ -181,17 +176,46 @@ def test_total_of_the_terms() -> None:
 
 
 def test_supervised_positions_of_each_head() -> None:
-    """Teacher positions, one before the token they predict; head i needs i+1 before that."""
-    mask = jnp.array([[1, 1, 0, 0, 1, 1, 0, 1]], bool)
-    counted = np.asarray(supervised(mask, 5))[:, 0]
-    assert [np.flatnonzero(row).tolist() for row in counted] == [
-        [3, 4, 6],
-        [3, 4, 6],
-        [3, 4, 6],
-        [4, 6],
-        [6],
-    ]
-    assert not supervised(jnp.zeros((2, 8), bool), 5).any()
+    """Head i counts at t when the token at t+2+i is supervised, and of the same sample."""
+    mask = np.array([[1, 1, 0, 0, 1, 1, 0, 1]], bool)
+
+    def counted(mask: np.ndarray, segments: list[int]) -> list[list[int]]:
+        samples = Samples(np.zeros_like(mask, np.int32), mask, np.array([segments]))
+        return [np.flatnonzero(row).tolist() for row in np.asarray(supervised(samples, 5))[:, 0]]
+
+    assert counted(mask, [1] * 8) == [[2, 3, 5], [1, 2, 4], [0, 1, 3], [0, 2], [1]]
+    assert counted(mask, [1] * 4 + [2] * 4) == [[5], [4], [], [], []]
+    assert counted(np.zeros((1, 8), bool), [1] * 8) == [[]] * 5
+
+
+def test_positions_and_sight_in_a_packed_row() -> None:
+    segments = np.array([[1, 1, 1, 2, 2, 3, 0, 0]])
+    assert np.asarray(positions(segments)).tolist() == [[0, 1, 2, 0, 1, 0, 0, 1]]
+    seen = [np.flatnonzero(row).tolist() for row in np.asarray(block_mask(segments))[0]]
+    assert seen == [[0], [0, 1], [0, 1, 2], [3], [3, 4], [5], [6], [6, 7]]
+
+
+def test_samples_packed_into_one_row_teach_what_they_teach_alone() -> None:
+    c, config = case(None), draft_config(None)
+    (wanted, metrics), slope = of_case(config, 5, c)
+
+    def joined(x: np.ndarray) -> np.ndarray:
+        return np.asarray(x).reshape(1, B * T, *x.shape[2:])
+
+    packed = Case(
+        c.params,
+        Teacher(*map(joined, c.teacher)),
+        c.vocabulary,
+        joined(c.tokens),
+        joined(c.mask),
+        np.repeat(np.arange(1, B + 1), T)[None],
+    )
+    (loss, its), gradient = of_case(config, 5, packed)
+    np.testing.assert_allclose(loss, wanted, rtol=1e-6)
+    for name, value in metrics.items():
+        np.testing.assert_allclose(its[name], value, rtol=1e-6, err_msg=name)
+    for one, other in zip(jax.tree.leaves(gradient), jax.tree.leaves(slope), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6)
 
 
 def test_which_head_learns_which_offset() -> None:
@@ -240,6 +264,7 @@ def test_what_follows_the_last_supervised_token_changes_nothing() -> None:
             c.vocabulary,
             tokens,
             np.pad(c.mask, ((0, 0), (0, extra))),
+            np.pad(c.segments, ((0, 0), (0, extra))),
         )
         (loss, its), gradient = of_case(config, 5, longer)
         np.testing.assert_allclose(loss, wanted, rtol=1e-6)
@@ -289,8 +314,11 @@ def test_memory_does_not_grow_as_heads_by_length_by_vocabulary() -> None:
                 abstract(jnp.int32, vocab),
                 abstract(jnp.float32, vocab, width),
             ),
-            abstract(jnp.int32, 1, length),
-            abstract(jnp.bool_, 1, length),
+            Samples(
+                abstract(jnp.int32, 1, length),
+                abstract(jnp.bool_, 1, length),
+                abstract(jnp.int32, 1, length),
+            ),
         )
         .compile()
     )

@@ -8,7 +8,7 @@ import pytest
 
 from train import distill, synthesize
 from train.config import DistillConfig
-from train.options import load_config, option, parse
+from train.options import build, load_config, option, options_parser
 from train.synthesize import SynthesizeConfig
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -29,7 +29,7 @@ class Kinds:
 
 
 def read(*argv: str, defaults: Kinds | None = None) -> Kinds:
-    return parse(Kinds, "Tests.", defaults, argv)
+    return build(Kinds, options_parser("Tests.", Kinds, defaults).parse_args(argv))
 
 
 def refused(capsys: pytest.CaptureFixture[str], message: str, *argv: str) -> None:
@@ -107,6 +107,7 @@ OTHER = {
     "data": ("a.jsonl", "b/*.jsonl"),
     "output": "elsewhere",
     "max_length": 12,
+    "features": "cached",
     "eval_fraction": 0.25,
     "batch_size": 2,
     "epochs": 0.5,
@@ -209,6 +210,11 @@ def test_distill_refuses_what_it_does_not_know(argv: list[str], capsys, received
 def test_numbers_that_are_too_small(name: str, value: float, bound: str) -> None:
     with pytest.raises(ValueError, match=f"^{name} must be {bound}, got {value}$"):
         DistillConfig(**{name: value})
+
+
+def test_features_are_one_of_two() -> None:
+    with pytest.raises(ValueError, match=r"^features must be 'online' or 'cached', got 'wrong'$"):
+        DistillConfig(features="wrong")
 
 
 @pytest.mark.parametrize(

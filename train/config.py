@@ -31,8 +31,11 @@ class DistillConfig:
     output: str = option("runs/distill", "folder for checkpoints, metrics and the exported head")
 
     max_length: int = option(2048, "tokens of a training sample; longer ones are cut")
+    features: str = option(
+        "online", "'online': the target reads each batch; 'cached': once, onto the disk"
+    )
     eval_fraction: float = option(0.02, "share of the conversations held back for evaluation")
-    batch_size: int = option(16, "samples per step")
+    batch_size: int = option(16, "rows per step, each packed with whole samples")
     epochs: float = option(21.0, "passes over the data")
 
     num_layers: int = option(2, "layers of the augmenting block")
@@ -58,6 +61,8 @@ class DistillConfig:
     _FREE: ClassVar[tuple[str, ...]] = ("output", "log_every", "eval_every", "save_every", "keep")
 
     def __post_init__(self) -> None:
+        if self.features not in ("online", "cached"):
+            raise ValueError(f"features must be 'online' or 'cached', got {self.features!r}")
         for name in _AT_LEAST_1:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")

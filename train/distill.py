@@ -27,31 +27,26 @@ from tensorboardX import SummaryWriter
 from tqdm import tqdm
 
 from clover_jax.config import DraftConfig
+from clover_jax.target import lm_head
 from clover_jax.weights.clover import Head, save_head
 from clover_jax.weights.fingerprint import fingerprint
-from infer.cli import run
+from infer.cli import Parser, run
 from infer.load import Model, load
 from train.checkpoint import Checkpoints
 from train.config import DistillConfig
-from train.data import (
-    Batch,
-    Batches,
-    Corpus,
-    evaluation_batches,
-    load_corpus,
-    split,
-    token_frequencies,
-)
+from train.data import Corpus, load_corpus, split, token_frequencies
+from train.features import cached_hidden, hidden_of_batch
 from train.initialize import initialize_head
 from train.loss import LossWeights, Vocabulary, total_loss
-from train.options import Parser, add_options, build, load_config
+from train.options import build, load_config, options_parser
+from train.packing import Batch, Batches, Rows, batches_in_order, pack
 from train.step import (
     Frozen,
     Recipe,
     TrainState,
     batch_loss,
     make_optimizer,
-    teach,
+    read_target,
     train_step,
 )
 
@@ -73,8 +68,10 @@ def distill(config: DistillConfig) -> Path:
     )
     frozen = freeze(config, model, draft_ids)
 
-    batches = Batches(corpus, config.batch_size, config.seed, length(config, corpus))
-    total = max(round(config.epochs * len(corpus) / config.batch_size), 1)
+    rows, held_back_rows = pack(corpus), pack(held_back)
+    batches = Batches(rows, config.batch_size, config.seed)
+    total = max(round(config.epochs * len(rows) / config.batch_size), 1)
+    print(f"{len(rows)} rows of {rows.length} tokens, {rows.padding():.1%} padding; {total} steps")
     optimizer, schedule = make_optimizer(
         config.learning_rate, total, config.warmup_steps, config.weight_decay, config.clip_norm
     )
@@ -83,7 +80,20 @@ def distill(config: DistillConfig) -> Path:
 
     output = Path(config.output)
     target_print = fingerprint(model.config, model.params)
-    identity = config.fixed() | {"corpus": corpus.digest(), "target_fingerprint": target_print}
+    data_identity = {"corpus": corpus.digest(), "target_fingerprint": target_print}
+    identity = config.fixed() | data_identity
+    states = None
+    if config.features == "cached":
+        states = cached_hidden(
+            output / "features",
+            data_identity | {"row_length": rows.length, "dtype": config.dtype},
+            rows,
+            model.config.hidden_size,
+            config.batch_size,
+            functools.partial(
+                jax.jit(functools.partial(read_target, recipe.target)), frozen.target
+            ),
+        )
     with (
         Checkpoints(output / "checkpoints", config.keep) as checkpoints,
         SummaryWriter(str(output / "tensorboard")) as writer,
@@ -97,12 +107,13 @@ def distill(config: DistillConfig) -> Path:
         meter = Meter(bar, writer, schedule)
         for index in range(first, total):
             batch = batches.batch_at(index)
-            state, metrics = step(state, frozen, batch.tokens, batch.mask)
+            hidden = None if states is None else hidden_of_batch(states, batch)
+            state, metrics = step(state, frozen, batch.samples, hidden)
             meter.count(batch)
             if (index + 1) % config.log_every == 0 or index + 1 == total:
                 meter.report(index + 1, metrics)
             if (index + 1) % config.eval_every == 0 or index + 1 == total:
-                values = evaluation(config, evaluate, state.params, frozen, held_back)
+                values = evaluation(config, evaluate, state.params, frozen, held_back_rows)
                 report_evaluation(values, writer, index + 1)
                 meter.restart()
             if (index + 1) % config.save_every == 0 or index + 1 == total:
@@ -135,10 +146,7 @@ def loss_weights(config: DistillConfig) -> LossWeights:
 
 def load_target_model(config: DistillConfig) -> Model:
     """The frozen target, its products in the run's dtype."""
-    if config.target == "smollm2-135m":
-        model = load(config.target, dtype=config.dtype)
-    else:
-        model = load(target=config.target, dtype=config.dtype)
+    model = load(target=config.target, dtype=config.dtype)
     if model.tokenizer is None:
         raise ValueError(f"{config.target} has no tokenizer, which training data needs")
     return model
@@ -169,11 +177,6 @@ def read_data(config: DistillConfig, model: Model) -> tuple[Corpus, Corpus]:
     return training, held_back
 
 
-def length(config: DistillConfig, corpus: Corpus) -> int:
-    """T of every batch: the longest sample, in multiples of 64, at most max_length."""
-    return min(-(-corpus.longest() // 64) * 64, config.max_length)
-
-
 def choose_draft_vocabulary(
     config: DistillConfig, corpus: Corpus, vocab_size: int
 ) -> np.ndarray | None:
@@ -191,13 +194,12 @@ def choose_draft_vocabulary(
 
 def freeze(config: DistillConfig, model: Model, draft_ids: np.ndarray | None) -> Frozen:
     """What the step reads and never changes."""
-    lm_head = model.params["embed_tokens" if model.config.tie_word_embeddings else "lm_head"]
     vocab_size = model.config.vocab_size
     ids = np.arange(vocab_size) if draft_ids is None else draft_ids
     row_of = np.full(vocab_size, -1, np.int32)
     row_of[ids] = np.arange(len(ids))
     vocabulary = Vocabulary(
-        lm_rows=lm_head[ids].astype(config.dtype),
+        lm_rows=lm_head(model.params)[ids].astype(config.dtype),
         row_of=jnp.asarray(row_of),
         embedding=model.params["embed_tokens"],
     )
@@ -208,11 +210,10 @@ def initial_state(
     config: DistillConfig, recipe: Recipe, optimizer: Any, frozen: Frozen, batch: Batch
 ) -> TrainState:
     """A new head, scaled to the target's hidden states on the first batch."""
-    teacher = jax.jit(functools.partial(teach, recipe.target))(frozen.target, batch.tokens)
-    inside = jnp.arange(batch.tokens.shape[1]) < jnp.asarray(batch.lengths)[:, None]
+    hidden = jax.jit(functools.partial(read_target, recipe.target))(frozen.target, batch.samples)
     # The median: the first token's state is many times larger than any other.
-    rms = jnp.sqrt(jnp.mean(jnp.square(teacher.hidden.astype(jnp.float32)), axis=-1))
-    typical = float(np.median(np.asarray(rms)[np.asarray(inside)]))
+    rms = jnp.sqrt(jnp.mean(jnp.square(hidden.astype(jnp.float32)), axis=-1))
+    typical = float(np.median(np.asarray(rms)[batch.samples.segments > 0]))
     params = initialize_head(recipe.draft, frozen.target, jax.random.key(config.seed), typical)
     return TrainState(jnp.int32(0), params, optimizer.init(params))
 
@@ -230,7 +231,7 @@ class Meter:
 
     def count(self, batch: Batch) -> None:
         """Counts the real tokens of a batch."""
-        self._tokens += int(batch.lengths.sum())
+        self._tokens += batch.real_tokens()
         self._bar.update()
 
     def report(self, step: int, metrics: dict[str, jax.Array]) -> None:
@@ -248,18 +249,18 @@ class Meter:
 
 
 def evaluation(
-    config: DistillConfig, evaluate: Any, params: Any, frozen: Frozen, held_back: Corpus
+    config: DistillConfig, evaluate: Any, params: Any, frozen: Frozen, held_back: Rows
 ) -> dict[str, Any]:
     """Loss and per-head means over all held-back samples; empty if there are none.
 
     Args:
-      evaluate: (params, frozen, tokens, mask) -> loss and metrics of a batch, as batch_loss.
+      evaluate: (params, frozen, samples) -> loss and metrics of a batch, as batch_loss.
     """
     if not len(held_back):
         return {}
     sums: dict[str, Any] = {}
-    for batch in evaluation_batches(held_back, config.batch_size, length(config, held_back)):
-        _, metrics = jax.device_get(evaluate(params, frozen, batch.tokens, batch.mask))
+    for batch in batches_in_order(held_back, config.batch_size):
+        _, metrics = jax.device_get(evaluate(params, frozen, batch.samples))
         count = metrics.pop("count")
         batch_sums = {name: mean * count for name, mean in metrics.items()} | {"count": count}
         sums = {name: total + sums.get(name, 0) for name, total in batch_sums.items()}
@@ -301,9 +302,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     chooser.add_argument("--config")
     chosen, _ = chooser.parse_known_args(argv)
     defaults = load_config(chosen.config, DistillConfig) if chosen.config else None
-    parser = Parser("Distils a Clover-2 head from a frozen target.")
-    parser.add_argument("--config", help="a file of configs/; the options below override it")
-    add_options(parser, DistillConfig, defaults)
+    parser = options_parser(
+        "Distils a Clover-2 head from a frozen target.", DistillConfig, defaults
+    )
+    parser.add_argument("--config", help="a file of configs/; the other options override it")
     distill(build(DistillConfig, parser.parse_args(argv)))
 
 

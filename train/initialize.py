@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from clover_jax.config import DraftConfig
 from clover_jax.draft import DraftHead
+from clover_jax.target import lm_head
 
 _NOISE = 0.01
 
@@ -40,9 +41,8 @@ def initialize_head(
     )["params"]
     last = f"layers_{len([k for k in target_params if k.startswith('layers_')]) - 1}"
     last_layer = flax.traverse_util.flatten_dict(target_params[last])
-    embedding = target_params[
-        "embed_tokens" if config.embedding == "embed_tokens" else _lm_head_name(target_params)
-    ]
+    tokens = target_params["embed_tokens"]
+    embedding = tokens if config.embedding == "embed_tokens" else lm_head(target_params)
     embedding_rms = jnp.sqrt(jnp.mean(jnp.square(embedding.astype(jnp.float32))))
     identity = jnp.eye(width)
 
@@ -77,7 +77,3 @@ def initialize_head(
     return flax.traverse_util.unflatten_dict(
         {p: initial(p, s.shape, k) for (p, s), k in zip(sorted(flat.items()), keys, strict=True)}
     )
-
-
-def _lm_head_name(target_params: Any) -> str:
-    return "lm_head" if "lm_head" in target_params else "embed_tokens"

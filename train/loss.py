@@ -1,14 +1,17 @@
-"""The distillation loss of Clover-2 (arXiv 2408.00264, section 4), in chunks over the vocabulary.
+"""The distillation loss of Clover-2 (arXiv 2408.00264, section 4).
 
 Head i at position t reads h_t and the tokens up to x_{t+1+i} and predicts x_{t+2+i}; its teacher is
-the target at p = t+1+i. Everything below is aligned to p, so that the five heads share one teacher.
+the target at t+1+i. Only supervised positions are computed, some at a time, and the gradient of
+such a chunk is taken together with its loss, so that no logits are kept.
 
-Axes: B batch, T tokens, I heads (draft steps), R rows of a chunk, D model, W draft vocabulary.
+Axes: B batch, T tokens, N = B*T rows, R rows of a chunk, I heads (draft steps), D model, W draft
+vocabulary.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -17,7 +20,7 @@ import jax.numpy as jnp
 from clover_jax.config import DraftConfig
 from clover_jax.draft import DraftHead
 from clover_jax.layers import matmul
-from clover_jax.target import causal_mask
+from train.segments import Samples, block_mask, positions, supervised
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,45 +64,13 @@ class Vocabulary(NamedTuple):
     embedding: jax.Array
 
 
-def head_features(
-    config: DraftConfig, params: Any, embedding: jax.Array, hidden: jax.Array, tokens: jax.Array
-) -> jax.Array:
-    """What every head gives to the LM head, teacher-forced: f32 [I, B, T, D], aligned to t."""
-    head, variables = DraftHead(config), {"params": params}
-    batch, length = tokens.shape
-    positions = jnp.broadcast_to(jnp.arange(length), (batch, length))
-
-    def following(offset: int) -> jax.Array:
-        return embedding[jnp.roll(tokens, -offset, axis=1)]
-
-    state, _ = head.apply(
-        variables, hidden, following(1), positions, causal_mask(length), method="advance"
-    )
-    features = [head.apply(variables, state, method="first_features")]
-    for i in range(1, config.num_steps):
-        state, feature = head.apply(variables, state, following(1 + i), method="extend")
-        features.append(feature)
-    return jnp.stack(features)
-
-
-def supervised(mask: jax.Array, num_steps: int) -> jax.Array:
-    """Which teacher positions count for which head: mask bool [B, T] -> bool [I, B, T].
-
-    Head i counts at p when x_{p+1} belongs to an assistant turn and t = p-1-i exists.
-    """
-    predicts = jnp.pad(mask[:, 1:], ((0, 0), (0, 1)))
-    p = jnp.arange(mask.shape[1])
-    return jnp.stack([predicts & (p >= 1 + i) for i in range(num_steps)])
-
-
 def distillation_loss(
     config: DraftConfig,
     weights: LossWeights,
     params: Any,
     teacher: Teacher,
     vocabulary: Vocabulary,
-    tokens: jax.Array,
-    mask: jax.Array,
+    samples: Samples,
     chunk: int = 256,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """The loss of one batch, each term averaged over the supervised positions of its head.
@@ -108,25 +79,38 @@ def distillation_loss(
 
     Args:
       params: the head's.
-      tokens: int32 [B, T].
-      mask: bool [B, T], tokens of assistant turns.
       chunk: R; no array is larger than [R, W].
 
     Returns:
       The loss, and per head [I]: `loss_hidden`, `loss_ce`, `accuracy` (of the draft's first choice
       against the next token), and `count` of supervised positions.
     """
-    features = head_features(config, params, vocabulary.embedding, teacher.hidden, tokens)
-    features = jnp.stack([jnp.roll(f, 1 + i, axis=1) for i, f in enumerate(features)])
-    counted = supervised(mask, config.num_steps)
-    next_token = vocabulary.row_of[jnp.roll(tokens, -1, axis=1)]
-
-    sums = _sum_over_chunks(
-        features, teacher.normalized, counted, next_token, vocabulary.lm_rows, chunk
+    state = read_samples(config, params, teacher.hidden, vocabulary.embedding, samples)
+    width = state.shape[-1]
+    counted = supervised(samples, config.num_steps).reshape(config.num_steps, -1)
+    count = jnp.sum(counted, axis=1).astype(jnp.float32)
+    goal = teacher.normalized.reshape(-1, width)
+    # Head 0 has the most positions: what it counts at t is taught by t + 1.
+    taught = jnp.roll(counted[0], 1)
+    mean_square = jnp.sum(jnp.where(taught[:, None], jnp.square(goal), 0.0)) / width
+    # Laid out once: as part of a chunk's product the transpose would be made for every chunk.
+    lm_head = jax.lax.optimization_barrier(vocabulary.lm_rows.T)
+    lesson = Lesson(
+        goal=goal,
+        mean_row=_mean_rows(goal, taught, lm_head, vocabulary.lm_rows, chunk),
+        inverse_rms=jax.lax.rsqrt(mean_square / jnp.maximum(count[0], 1.0) + 1e-6),
+        tokens=jnp.asarray(samples.tokens).reshape(-1),
+        counted=counted,
+        lm_head=lm_head,
+        vocabulary=vocabulary,
     )
-    count = jnp.sum(counted, axis=(1, 2)).astype(jnp.float32)
+    share = weights.decay ** jnp.arange(config.num_steps) / jnp.maximum(count, 1.0)
+    scale = {"loss_hidden": weights.hidden * share, "loss_ce": weights.cross_entropy * share}
+    # The other parameters have done their part in `state`.
+    drafting = {name: params[name] for name in ("fc1", "ad2", "fc2", "head_norm")}
+    loss, sums = _chunked_loss(config, chunk, drafting, state.reshape(-1, width), lesson, scale)
     means = {name: total / jnp.maximum(count, 1.0) for name, total in sums.items()}
-    return total_loss(weights, means), means | {"count": count}
+    return loss, means | {"count": count}
 
 
 def total_loss(weights: LossWeights, means: dict[str, Any]) -> jax.Array:
@@ -135,60 +119,217 @@ def total_loss(weights: LossWeights, means: dict[str, Any]) -> jax.Array:
     return jnp.sum(weights.decay ** jnp.arange(len(terms)) * terms)
 
 
-def _sum_over_chunks(
-    features: jax.Array,
-    teacher: jax.Array,
-    counted: jax.Array,
-    next_token: jax.Array,
-    lm_rows: jax.Array,
+def read_samples(
+    config: DraftConfig, params: Any, hidden: jax.Array, embedding: jax.Array, samples: Samples
+) -> jax.Array:
+    """s_0 at every position, [B, T, D]; at the last one of a sample x_{t+1} is another's."""
+    following = jnp.roll(samples.tokens, -1, axis=1)
+    state, _ = DraftHead(config).apply(
+        {"params": params},
+        hidden,
+        embedding[following],
+        positions(samples.segments),
+        block_mask(samples.segments),
+        method="advance",
+    )
+    return state
+
+
+def head_features(
+    config: DraftConfig, params: Any, state: jax.Array, embeddings: jax.Array
+) -> jax.Array:
+    """What every head gives to the LM head, teacher-forced: f32 [I, R, D].
+
+    Args:
+      state: [R, D], s_0.
+      embeddings: [I - 1, R, D], e(x_{t+2}), e(x_{t+3}), ...
+    """
+    head, variables = DraftHead(config), {"params": params}
+    features = [head.apply(variables, state, method="first_features")]
+    for embedding in embeddings:
+        state, feature = head.apply(variables, state, embedding, method="extend")
+        features.append(feature)
+    return jnp.stack(features)
+
+
+class Lesson(NamedTuple):
+    """What the rows of a batch are taught; none of it is differentiated.
+
+    Attributes:
+      goal: f32 [N, D], the target's normalised hidden states.
+      mean_row: f32 [N, D], the mean of `lm_rows` under the target's distribution.
+      inverse_rms: f32 scalar, 1 / RMS of the goals.
+      tokens: int32 [N].
+      counted: bool [I, N].
+      lm_head: [D, W], `lm_rows` transposed.
+      vocabulary: what the head proposes from.
+    """
+
+    goal: jax.Array
+    mean_row: jax.Array
+    inverse_rms: jax.Array
+    tokens: jax.Array
+    counted: jax.Array
+    lm_head: jax.Array
+    vocabulary: Vocabulary
+
+
+def _chunk_loss(
+    config: DraftConfig,
+    params: Any,
+    state: jax.Array,
+    rows: jax.Array,
+    inside: jax.Array,
+    lesson: Lesson,
+    scale: dict[str, jax.Array],
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """Loss of a chunk, and sums of each head's terms, [I].
+
+    Args:
+      state: [R, D], s_0 at `rows`.
+      rows: int32 [R], where the chunk's positions lie in the batch.
+      inside: bool [R], False where the chunk is only filled up.
+      scale: weight of each summed term in the loss, f32 [I].
+    """
+    heads, last = config.num_steps, lesson.tokens.shape[0] - 1
+
+    def ahead(offset: int) -> jax.Array:  # t + offset; what is cut off is not counted
+        return jnp.minimum(rows + offset, last)
+
+    vocabulary = lesson.vocabulary
+    drafted = lesson.tokens[jnp.stack([ahead(1 + i) for i in range(1, heads)])]
+    features = head_features(config, params, state, vocabulary.embedding[drafted])
+    terms = []
+    for i in range(heads):
+        feature, goal = features[i], lesson.goal[ahead(1 + i)]  # [R, D]
+        use = lesson.counted[i, rows] & inside
+        logits = matmul(jax.lax.stop_gradient(feature), lesson.lm_head)  # [R, W]
+        partition, mean_row, best = _partition(logits, vocabulary.lm_rows)
+        # CE = log Z(f) - f . (target's mean row), and d log Z / df is the head's own mean row: the
+        # tangent says both, without differentiating through the logits.
+        own = jnp.sum(feature * mean_row, axis=-1)
+        tangent = own + jax.lax.stop_gradient(partition - own)
+        cross = tangent - jnp.sum(feature * lesson.mean_row[ahead(1 + i)], axis=-1)
+        error = jnp.abs(feature - goal) * lesson.inverse_rms
+        smooth_l1 = jnp.where(error < 1, 0.5 * jnp.square(error), error - 0.5).mean(axis=-1)
+        # The first choice is the next token; an argmax costs several times more on a CPU.
+        token = vocabulary.row_of[lesson.tokens[ahead(2 + i)]]
+        mine = jnp.take_along_axis(logits, jnp.maximum(token, 0)[:, None], axis=-1)[:, 0]
+        terms.append(
+            {
+                "loss_hidden": jnp.sum(jnp.where(use, smooth_l1, 0.0)),
+                "loss_ce": jnp.sum(jnp.where(use, cross, 0.0)),
+                "accuracy": jnp.sum(use & (token >= 0) & (mine >= best)).astype(jnp.float32),
+            }
+        )
+    sums = jax.tree.map(lambda *x: jnp.stack(x), *terms)
+    return sum((jnp.sum(scale[name] * sums[name]) for name in scale), jnp.float32(0)), sums
+
+
+def _partition(logits: jax.Array, lm_rows: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Of logits [R, W]: log Z [R], mean of `lm_rows` under the softmax [R, D], maximum [R]."""
+    best = jnp.max(logits, axis=-1)
+    weights = jnp.exp(logits - best[:, None])
+    total = jnp.sum(weights, axis=-1)
+    return jnp.log(total) + best, matmul(weights, lm_rows) / total[:, None], best
+
+
+def _mean_rows(
+    goal: jax.Array, taught: jax.Array, lm_head: jax.Array, lm_rows: jax.Array, chunk: int
+) -> jax.Array:
+    """The mean of `lm_rows` under the target's distribution at the rows of `taught`: f32 [N, D]."""
+
+    def add(rows: jax.Array, _: jax.Array, mean_row: jax.Array) -> jax.Array:
+        _, fresh, _ = _partition(matmul(goal[rows], lm_head), lm_rows)
+        return mean_row.at[rows].set(fresh)
+
+    return _over_chunks(add, taught, chunk, jnp.zeros(goal.shape, jnp.float32))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _chunked_loss(
+    config: DraftConfig,
     chunk: int,
-) -> dict[str, jax.Array]:
-    """Sums of each head's terms, [I]; the logits of a chunk live only while it is computed."""
-    heads = features.shape[0]
-    rows = next_token.size
-    padding = -rows % chunk
-    mean_square = jnp.mean(jnp.square(teacher), axis=-1)
-    weight = counted[0].astype(jnp.float32)
-    scale = jax.lax.rsqrt(jnp.sum(mean_square * weight) / jnp.maximum(jnp.sum(weight), 1.0) + 1e-6)
-    kernel = lm_rows.T
+    params: Any,
+    state: jax.Array,
+    lesson: Lesson,
+    scale: dict[str, jax.Array],
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """Loss and sums over all rows; differentiable in params and in state [N, D], by the loss."""
 
-    def split(x: jax.Array, axis: int) -> jax.Array:
-        """[.., B, T, ..] with B at `axis` -> [chunks, .., R, ..]."""
-        x = x.reshape(*x.shape[:axis], rows, *x.shape[axis + 2 :])
-        pad = [(0, padding if a == axis else 0) for a in range(x.ndim)]
-        x = jnp.pad(x, pad)
-        x = x.reshape(*x.shape[:axis], -1, chunk, *x.shape[axis + 1 :])
-        return jnp.moveaxis(x, axis, 0)
+    def add(rows: jax.Array, inside: jax.Array, total: Any) -> Any:
+        fresh = _chunk_loss(config, params, state[rows], rows, inside, lesson, scale)
+        return jax.tree.map(jnp.add, total, fresh)
 
-    @jax.checkpoint
-    def chunk_sums(xs: tuple[jax.Array, ...]) -> dict[str, jax.Array]:
-        feature, goal, use, token = xs  # [I, R, D], [R, D], [I, R], [R]
-        probability = jax.nn.softmax(matmul(goal, kernel), axis=-1)  # [R, W]
-        # sum_w p_w (row_w . f) = (sum_w p_w row_w) . f: the heads share this product.
-        expected_row = matmul(probability, lm_rows)  # [R, D]
-        sums = []
-        for i in range(heads):
-            logits = matmul(feature[i], kernel)
-            cross = jax.nn.logsumexp(logits, axis=-1) - jnp.sum(feature[i] * expected_row, axis=-1)
-            error = (feature[i] - goal) * scale
-            smooth_l1 = jnp.where(
-                jnp.abs(error) < 1, 0.5 * jnp.square(error), jnp.abs(error) - 0.5
-            ).mean(axis=-1)
-            # The first choice is the next token; an argmax costs several times more on a CPU.
-            mine = jnp.take_along_axis(logits, jnp.maximum(token, 0)[:, None], axis=-1)[:, 0]
-            hit = (token >= 0) & (mine >= jnp.max(logits, axis=-1))
-            sums.append(
-                {
-                    "loss_hidden": jnp.sum(jnp.where(use[i], smooth_l1, 0.0)),
-                    "loss_ce": jnp.sum(jnp.where(use[i], cross, 0.0)),
-                    "accuracy": jnp.sum(use[i] & hit).astype(jnp.float32),
-                }
-            )
-        return jax.tree.map(lambda *x: jnp.stack(x), *sums)
+    return _over_chunks(add, jnp.any(lesson.counted, axis=0), chunk, _no_loss(config))
 
-    def add(total: dict[str, jax.Array], xs: tuple[jax.Array, ...]) -> tuple[Any, None]:
-        return jax.tree.map(jnp.add, total, chunk_sums(xs)), None
 
-    zero = {k: jnp.zeros((heads,), jnp.float32) for k in ("loss_hidden", "loss_ce", "accuracy")}
-    chunks = (split(features, 1), split(teacher, 0), split(counted, 1), split(next_token, 0))
-    return jax.lax.scan(add, zero, chunks)[0]
+def _chunked_loss_forward(
+    config: DraftConfig,
+    chunk: int,
+    params: Any,
+    state: jax.Array,
+    lesson: Lesson,
+    scale: dict[str, jax.Array],
+) -> tuple[Any, Any]:
+    slope_of = jax.value_and_grad(
+        functools.partial(_chunk_loss, config), argnums=(0, 1), has_aux=True
+    )
+
+    def add(rows: jax.Array, inside: jax.Array, carry: Any) -> Any:
+        total, params_slope, state_slope = carry
+        fresh, (params_part, state_part) = slope_of(
+            params, state[rows], rows, inside, lesson, scale
+        )
+        return (
+            jax.tree.map(jnp.add, total, fresh),
+            jax.tree.map(jnp.add, params_slope, params_part),
+            state_slope.at[rows].add(state_part),  # rows that only fill up add 0
+        )
+
+    def zeros(x: jax.Array) -> jax.Array:
+        return jnp.zeros(x.shape, jnp.float32)
+
+    carry = (_no_loss(config), jax.tree.map(zeros, params), jnp.zeros_like(state))
+    total, params_slope, state_slope = _over_chunks(
+        add, jnp.any(lesson.counted, axis=0), chunk, carry
+    )
+    dtypes = jax.tree.map(lambda x: jnp.zeros((0,), x.dtype), params)
+    return total, (params_slope, state_slope, dtypes)
+
+
+def _chunked_loss_backward(
+    config: DraftConfig, chunk: int, saved: Any, cotangents: Any
+) -> tuple[Any, Any, None, None]:
+    params_slope, state_slope, dtypes = saved
+    slope, _ = cotangents
+    return (
+        jax.tree.map(lambda x, like: (slope * x).astype(like.dtype), params_slope, dtypes),
+        (slope * state_slope).astype(state_slope.dtype),
+        None,
+        None,
+    )
+
+
+_chunked_loss.defvjp(_chunked_loss_forward, _chunked_loss_backward)
+
+
+def _no_loss(config: DraftConfig) -> tuple[jax.Array, dict[str, jax.Array]]:
+    names = ("loss_hidden", "loss_ce", "accuracy")
+    return jnp.float32(0), {name: jnp.zeros((config.num_steps,), jnp.float32) for name in names}
+
+
+def _over_chunks(add: Any, wanted: jax.Array, chunk: int, carry: Any) -> Any:
+    """Runs `add(rows [R], inside [R], carry)` over the rows where `wanted` [N] holds."""
+    chunk = min(chunk, wanted.shape[0])
+    order = jnp.argsort(~wanted, stable=True)
+    count = jnp.sum(wanted)
+
+    def step(index: jax.Array, carry: Any) -> Any:
+        # The last slice is moved back where it would pass the end: rows done before are not inside.
+        start = jnp.minimum(index * chunk, wanted.shape[0] - chunk)
+        places = start + jnp.arange(chunk)
+        inside = (places >= index * chunk) & (places < count)
+        return add(jax.lax.dynamic_slice_in_dim(order, start, chunk), inside, carry)
+
+    return jax.lax.fori_loop(0, (count + chunk - 1) // chunk, step, carry)

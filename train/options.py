@@ -7,9 +7,10 @@ import dataclasses
 import importlib.util
 import types
 import typing
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
+
+from infer.cli import Parser
 
 T = TypeVar("T")
 
@@ -19,44 +20,16 @@ def option(default: Any, help: str) -> Any:
     return dataclasses.field(default=default, metadata={"help": help})
 
 
-class Parser(argparse.ArgumentParser):
-    """Takes no abbreviations, shows defaults in --help, and reports an error in one line."""
-
-    def __init__(self, description: str | None = None, add_help: bool = True) -> None:
-        super().__init__(
-            description=description,
-            add_help=add_help,
-            allow_abbrev=False,
-            formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-        )
-
-    def error(self, message: str) -> NoReturn:
-        """Exits with status 2."""
-        self.exit(2, f"error: {message} (--help lists the options)\n")
-
-
-def parse(
-    cls: type[T], description: str, defaults: T | None = None, argv: Sequence[str] | None = None
-) -> T:
-    """Reads a `cls` from the command line.
+def options_parser(description: str, cls: type[Any], defaults: Any = None) -> Parser:
+    """A parser with one option per field of `cls`, a dataclass of `option` fields.
 
     Tuple fields take any number of values; booleans take true/false, yes/no, 1/0.
 
     Args:
-      cls: a dataclass of `option` fields.
-      description: shown by --help.
-      defaults: what the options start from; by default the class's own.
-      argv: arguments; by default those of the process.
-
-    Exits with a message if an option is unknown or a value does not fit.
+      description: shown by --help, with the defaults.
+      defaults: an instance that the options start from; by default the class's own values.
     """
-    parser = Parser(description)
-    add_options(parser, cls, defaults)
-    return build(cls, parser.parse_args(argv))
-
-
-def add_options(parser: argparse.ArgumentParser, cls: type[Any], defaults: Any = None) -> None:
-    """Adds one option per field of `cls`."""
+    parser = Parser(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     hints = typing.get_type_hints(cls)
     for field in dataclasses.fields(cls):
         kind = hints[field.name]
@@ -70,6 +43,7 @@ def add_options(parser: argparse.ArgumentParser, cls: type[Any], defaults: Any =
             metavar=field.name.upper(),
             help=field.metadata["help"].replace("%", "%%"),
         )
+    return parser
 
 
 def build(cls: type[T], arguments: argparse.Namespace) -> T:

@@ -12,8 +12,9 @@ import jax.numpy as jnp
 import optax
 
 from clover_jax.config import DraftConfig, TargetConfig
-from clover_jax.target import Target, causal_mask
+from clover_jax.target import Target
 from train.loss import LossWeights, Teacher, Vocabulary, distillation_loss
+from train.segments import Samples, block_mask, positions
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +42,7 @@ class Frozen(NamedTuple):
 
 @flax.struct.dataclass
 class TrainState:
-    """Everything training changes. The data position is the step (see data.Batches)."""
+    """Everything training changes. The data position is the step (see packing.Batches)."""
 
     step: jax.Array
     params: Any
@@ -77,27 +78,42 @@ def make_optimizer(
     return optimizer, schedule
 
 
-def teach(target: TargetConfig, target_params: Any, tokens: jax.Array) -> Teacher:
-    """The frozen target over a batch, int32 [B, T]."""
-    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-    model, variables = Target(target), {"params": target_params}
-    hidden, _ = model.apply(variables, tokens, positions, causal_mask(tokens.shape[1]))
-    return Teacher(hidden, model.apply(variables, hidden, method="normalize"))
+def read_target(target: TargetConfig, target_params: Any, samples: Samples) -> jax.Array:
+    """The frozen target's hidden states over a batch, before its final norm: [B, T, D]."""
+    place = positions(samples.segments)
+    hidden, _ = Target(target).apply(
+        {"params": target_params},
+        samples.tokens,
+        place,
+        block_mask(samples.segments),
+        span=place + 1,
+    )
+    return hidden
 
 
 def batch_loss(
-    recipe: Recipe, params: Any, frozen: Frozen, tokens: jax.Array, mask: jax.Array
+    recipe: Recipe,
+    params: Any,
+    frozen: Frozen,
+    samples: Samples,
+    hidden: jax.Array | None = None,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Loss and metrics of one batch, differentiable in the head's parameters."""
-    teacher = jax.lax.stop_gradient(teach(recipe.target, frozen.target, tokens))
+    """Loss and metrics of one batch, differentiable in the head's parameters.
+
+    Args:
+      hidden: the target's hidden states [B, T, D], if they are known already.
+    """
+    if hidden is None:
+        hidden = read_target(recipe.target, frozen.target, samples)
+    hidden = hidden.astype(frozen.vocabulary.embedding.dtype)
+    normalized = Target(recipe.target).apply({"params": frozen.target}, hidden, method="normalize")
     return distillation_loss(
         recipe.draft,
         recipe.loss,
         cast_kernels(params, jnp.dtype(recipe.compute_dtype)),
-        teacher,
+        Teacher(hidden, normalized),
         frozen.vocabulary,
-        tokens,
-        mask,
+        samples,
     )
 
 
@@ -106,11 +122,13 @@ def train_step(
     optimizer: optax.GradientTransformation,
     state: TrainState,
     frozen: Frozen,
-    tokens: jax.Array,
-    mask: jax.Array,
+    samples: Samples,
+    hidden: jax.Array | None = None,
 ) -> tuple[TrainState, dict[str, jax.Array]]:
-    """One update. tokens int32 [B, T], mask bool [B, T]."""
-    grad = jax.value_and_grad(lambda p: batch_loss(recipe, p, frozen, tokens, mask), has_aux=True)
+    """One update; the arguments are those of `batch_loss`."""
+    grad = jax.value_and_grad(
+        lambda p: batch_loss(recipe, p, frozen, samples, hidden), has_aux=True
+    )
     (loss, metrics), gradients = grad(state.params)
     updates, opt_state = optimizer.update(gradients, state.opt_state, state.params)
     metrics = metrics | {"loss": loss, "gradient_norm": optax.tree.norm(gradients)}

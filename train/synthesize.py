@@ -25,7 +25,7 @@ from tqdm import tqdm
 
 from infer import Model, generate, load
 from infer.cli import run
-from train.options import option, parse
+from train.options import build, option, options_parser
 
 Message = dict[str, str]
 
@@ -173,15 +173,12 @@ def resume(output: Path) -> tuple[int, int]:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs until the conversations asked for have been started."""
-    config = parse(SynthesizeConfig, "Lets a chat model write conversations.", argv=argv)
+    parser = options_parser("Lets a chat model write conversations.", SynthesizeConfig)
+    config = build(SynthesizeConfig, parser.parse_args(argv))
     output = Path(config.output)
     output.parent.mkdir(parents=True, exist_ok=True)
     start, kept = resume(output)
-    model = (
-        load(config.target, dtype=config.dtype)
-        if config.target == "smollm2-135m"
-        else load(target=config.target, dtype=config.dtype)
-    )
+    model = load(target=config.target, dtype=config.dtype)
     if model.tokenizer is None or not model.tokenizer.chat_template:
         raise ValueError(f"{config.target} has no tokenizer with a chat template")
     batches = -(-config.conversations // config.batch_size)
