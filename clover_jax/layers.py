@@ -16,6 +16,7 @@ import jax.numpy as jnp
 
 from clover_jax import rope
 from clover_jax.config import TargetConfig
+from clover_jax.matmul import matmul
 
 _ACTIVATIONS = {
     "silu": nn.silu,
@@ -25,53 +26,17 @@ _ACTIVATIONS = {
 }
 
 
-@jax.custom_vjp
-def matmul(x: jax.Array, kernel: jax.Array) -> jax.Array:
-    """x [..., I] @ kernel [I, O] -> f32 [..., O], multiplied in the kernel's dtype.
-
-    Both products of the backward pass multiply in that dtype too: without this rule the f32
-    cotangent would turn each of them into a product in f32.
-    """
-    return jnp.dot(x.astype(kernel.dtype), kernel, preferred_element_type=jnp.float32)
-
-
-def _matmul_forward(
-    x: jax.Array, kernel: jax.Array
-) -> tuple[jax.Array, tuple[jax.Array, jax.Array, jax.Array]]:
-    # The empty array carries x's dtype to the backward pass.
-    return matmul(x, kernel), (x.astype(kernel.dtype), kernel, jnp.empty((0,), x.dtype))
-
-
-def _matmul_backward(
-    saved: tuple[jax.Array, jax.Array, jax.Array], cotangent: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    x, kernel, like_x = saved
-    g = cotangent.astype(kernel.dtype)
-    dx = jax.lax.dot_general(
-        g, kernel, (((g.ndim - 1,), (1,)), ((), ())), preferred_element_type=jnp.float32
-    )
-    leading = tuple(range(x.ndim - 1))
-    dkernel = jax.lax.dot_general(
-        x, g, ((leading, leading), ((), ())), preferred_element_type=jnp.float32
-    )
-    return dx.astype(like_x.dtype), dkernel.astype(kernel.dtype)
-
-
-matmul.defvjp(_matmul_forward, _matmul_backward)
-
-
 class Dense(nn.Module):
-    """y = x @ kernel + bias, f32 [..., features]."""
+    """y = x @ weight.T + bias, f32 [..., features]."""
 
     features: int
     use_bias: bool = False
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        kernel = self.param(
-            "kernel", nn.initializers.lecun_normal(), (x.shape[-1], self.features), jnp.float32
-        )
-        y = matmul(x, kernel)
+        init = nn.initializers.lecun_normal(in_axis=-1, out_axis=-2)
+        weight = self.param("weight", init, (self.features, x.shape[-1]), jnp.float32)
+        y = matmul(x, weight)
         if self.use_bias:
             y += self.param("bias", nn.initializers.zeros, (self.features,), jnp.float32)
         return y

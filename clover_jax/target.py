@@ -13,7 +13,8 @@ import jax.numpy as jnp
 
 from clover_jax.cache import KVCache, num_slots
 from clover_jax.config import TargetConfig
-from clover_jax.layers import Context, DecoderLayer, RMSNorm, matmul
+from clover_jax.layers import Context, DecoderLayer, RMSNorm
+from clover_jax.matmul import matmul
 
 
 def lm_head(params: Any) -> jax.Array:
@@ -28,7 +29,7 @@ def causal_mask(length: int) -> jax.Array:
 
 
 class Target(nn.Module):
-    """Llama decoder. Parameters carry Hugging Face's names; kernels are [in, out].
+    """Llama decoder. Parameters carry Hugging Face's names and shapes: weights are [out, in].
 
     The layers are unrolled: a cache that passes through a scan is copied at every step.
     """
@@ -43,7 +44,9 @@ class Target(nn.Module):
         )
         self.layers = [DecoderLayer(c, name=f"layers_{i}") for i in range(c.num_layers)]
         self.norm = RMSNorm(c.rms_norm_eps)
-        if not c.tie_word_embeddings:
+        # A tied target may still carry an LM head of its own, the embedding in another dtype.
+        self.tied = c.tie_word_embeddings and not self.has_variable("params", "lm_head")
+        if not self.tied:
             self.lm_head = self.param("lm_head", init, (c.vocab_size, c.hidden_size), jnp.float32)
 
     def __call__(
@@ -88,8 +91,8 @@ class Target(nn.Module):
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """Pre-norm hidden states [..., D] -> f32 logits [..., V]."""
-        head = self.embed_tokens if self.config.tie_word_embeddings else self.lm_head
-        return matmul(self.norm(hidden), head.T)
+        head = self.embed_tokens if self.tied else self.lm_head
+        return matmul(self.norm(hidden), head)
 
 
 def pass_context(

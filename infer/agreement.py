@@ -74,7 +74,7 @@ def first_difference(
 
     scores = forced_scores(model, prompt, expected[:at], temperature, seed)
     gap = float(scores.max() - min(scores[expected[at]], scores[found[at]]))
-    dtype = model.params["layers_0"]["mlp"]["up_proj"]["kernel"].dtype.name
+    dtype = model.params["layers_0"]["mlp"]["up_proj"]["weight"].dtype.name
     return Difference(at, expected[at], found[at], gap, near_tie=gap <= _ROUNDING[dtype])
 
 

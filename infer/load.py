@@ -90,8 +90,9 @@ def load(
         config, params = load_target(
             source,
             jnp.float32,
-            place=lambda path, p: jnp.asarray(p, compute if path[-1] == "kernel" else p.dtype),
+            place=lambda path, p: jnp.asarray(p, compute if path[-1] == "weight" else p.dtype),
         )
+        params["lm_head"] = lm_head(params).astype(compute)
     else:
         config, params = load_target(source, compute)
     ends = eos_ids(

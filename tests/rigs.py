@@ -96,7 +96,7 @@ def rig_m(config: TargetConfig = CONFIG, noise: float = 0.0) -> Model:
     head = _fill(_head_shapes(draft_config), functools.partial(_silent, size=size))
     rng = np.random.default_rng(3)
     for name in ("fc1", "fc2"):
-        head[name]["kernel"] += noise * rng.normal(size=head[name]["kernel"].shape) / size**0.5
+        head[name]["weight"] += noise * rng.normal(size=head[name]["weight"].shape) / size**0.5
     return _model(config, params, draft_config, head)
 
 
@@ -111,19 +111,19 @@ def table(config: TargetConfig) -> np.ndarray:
 def _silent(path: tuple[str, ...], shape: tuple[int, ...], size: int) -> np.ndarray:
     """Rig M's parameters: what is read is the last token, and nothing else."""
     match path:
-        case (*_, "o_proj" | "down_proj", "kernel"):
+        case (*_, "o_proj" | "down_proj", "weight"):
             return np.zeros(shape)
-        case ("embed_tokens",) | ("lm_head",) | ("fc1", "kernel"):
+        case ("embed_tokens",) | ("lm_head",) | ("fc1", "weight"):
             return np.eye(*shape)
-        case ("ad1", "v", "kernel"):
+        case ("ad1", "v", "weight"):
             # The gate is open, and the token drowns the state it is added to.
             return 1e8 * np.eye(size)
-        case ("ad1" | "ad2", _, "kernel"):
+        case ("ad1" | "ad2", _, "weight"):
             return np.zeros(shape)
         case ("ad1" | "ad2", "q" | "k", "bias") | (*_, "scale"):
             return np.ones(shape)
-        case ("fc2", "kernel"):
-            return np.concatenate([np.zeros((size, size)), np.eye(size)])
+        case ("fc2", "weight"):
+            return np.concatenate([np.zeros((size, size)), np.eye(size)], axis=1)
         case (*_, "bias"):
             return np.zeros(shape)
     return np.random.default_rng(4).normal(0.0, 0.3, shape)

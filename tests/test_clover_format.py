@@ -94,19 +94,19 @@ SHAPES = {
     "clover_head_mlp2.bias": (D,),
 }
 PATHS = {
-    "layers.0.self_attn.k_proj.weight": ("block_0", "self_attn", "k_proj", "kernel"),
-    "layers.1.mlp.down_proj.weight": ("block_1", "mlp", "down_proj", "kernel"),
+    "layers.0.self_attn.k_proj.weight": ("block_0", "self_attn", "k_proj", "weight"),
+    "layers.1.mlp.down_proj.weight": ("block_1", "mlp", "down_proj", "weight"),
     "layers.1.input_layernorm.weight": ("block_1", "input_layernorm", "scale"),
     "clover_norm.weight": ("block_norm", "scale"),
     "clover_head_norm.weight": ("head_norm", "scale"),
-    "clover_head_mlp.weight": ("fc1", "kernel"),
+    "clover_head_mlp.weight": ("fc1", "weight"),
     "clover_head_mlp.bias": ("fc1", "bias"),
-    "clover_head_mlp2.weight": ("fc2", "kernel"),
+    "clover_head_mlp2.weight": ("fc2", "weight"),
     "clover_head_mlp2.bias": ("fc2", "bias"),
     "clover_head_mlp_rnn.input_layernorm.weight": ("ad1", "input_layernorm", "scale"),
-    "clover_head_mlp_rnn.q.weight": ("ad1", "q", "kernel"),
+    "clover_head_mlp_rnn.q.weight": ("ad1", "q", "weight"),
     "clover_head_mlp_rnn2.k.bias": ("ad2", "k", "bias"),
-    "clover_head_mlp_rnn2.v.weight": ("ad2", "v", "kernel"),
+    "clover_head_mlp_rnn2.v.weight": ("ad2", "v", "weight"),
 }
 
 
@@ -165,8 +165,7 @@ def test_an_official_head_loads(tmp_path: Path) -> None:
     flat = flax.traverse_util.flatten_dict(head.params)
     assert len(flat) == len(SHAPES)
     for name, path in PATHS.items():
-        expected = tensors[name].T if path[-1] == "kernel" else tensors[name]
-        np.testing.assert_array_equal(flat[path], expected, err_msg=name)
+        np.testing.assert_array_equal(flat[path], tensors[name], err_msg=name)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -460,9 +459,9 @@ def test_what_the_official_form_cannot_express(
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"fc1": {"kernel": np.zeros((D, D))}}, r"fc1/bias has shape none; .* asks for \(8,\)"),
-        ({"fc2": {"kernel": np.zeros(3), "bias": np.zeros(D)}}, r"fc2/kernel has shape \(3,\); "),
-        ({"fc3": {"kernel": np.zeros(3)}}, "fc3/kernel has .* asks for no such parameter"),
+        ({"fc1": {"weight": np.zeros((D, D))}}, r"fc1/bias has shape none; .* asks for \(8,\)"),
+        ({"fc2": {"weight": np.zeros(3), "bias": np.zeros(D)}}, r"fc2/weight has shape \(3,\); "),
+        ({"fc3": {"weight": np.zeros(3)}}, "fc3/weight has .* asks for no such parameter"),
     ],
 )
 def test_parameters_that_do_not_fit_are_not_written(
@@ -488,9 +487,8 @@ def write_target(folder: Path, tensors: Tensors, **fields: Any) -> HuggingFaceSo
 def target_tensors(dtype: Any = np.float32) -> Tensors:
     tensors = {}
     for path, leaf in abstract_params(TARGET).items():
-        shape = leaf.shape[::-1] if path[-1] == "kernel" else leaf.shape
         rng = np.random.default_rng(len(tensors))
-        tensors[tensor_name(path)] = rng.normal(size=shape).astype(dtype)
+        tensors[tensor_name(path)] = rng.normal(size=leaf.shape).astype(dtype)
     return tensors
 
 
@@ -512,7 +510,7 @@ def test_the_fingerprint_stays_what_it_was() -> None:
             for path, leaf in abstract_params(TARGET).items()
         }
     )
-    assert fingerprint(TARGET, params) == "2eda47f84dc1d24c6321d708117aba9a"
+    assert fingerprint(TARGET, params) == "8de6a43205a7f41773f195751b4f2086"
 
 
 @pytest.mark.parametrize(

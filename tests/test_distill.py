@@ -418,7 +418,7 @@ def test_checkpoints_are_kept_and_found(tmp_path: Path, monkeypatch: pytest.Monk
     optimizer, _ = make_optimizer(1e-3, 10, 2, 0.1, 1.0)
 
     def state(step: int) -> TrainState:
-        params = {"kernel": jnp.full((3, 2), step / 3), "scale": jnp.arange(2.0) + step}
+        params = {"weight": jnp.full((3, 2), step / 3), "scale": jnp.arange(2.0) + step}
         return TrainState(jnp.int32(step), params, optimizer.init(params))
 
     settings = {"rate": 0.1, "data": ["a", "b"], "name": None}
@@ -561,10 +561,10 @@ def test_the_rate_warms_up_and_decays_to_zero() -> None:
 
 def test_only_kernels_decay_and_gradients_are_clipped() -> None:
     optimizer, _ = make_optimizer(0.1, 10, 0, 0.5, 1.0)
-    params = {name: jnp.full((2, 2), 3.0) for name in ("kernel", "scale", "bias")}
+    params = {name: jnp.full((2, 2), 3.0) for name in ("weight", "scale", "bias")}
     zero = jax.tree.map(jnp.zeros_like, params)
     updates, _ = optimizer.update(zero, optimizer.init(params), params)
-    np.testing.assert_allclose(updates["kernel"], -0.1 * 0.5 * 3.0, rtol=1e-6)
+    np.testing.assert_allclose(updates["weight"], -0.1 * 0.5 * 3.0, rtol=1e-6)
     assert not np.any(updates["scale"])
     assert not np.any(updates["bias"])
 

@@ -66,7 +66,7 @@ def apply(params: Params, method: str, *args: Any) -> Any:
 
 
 def linear(p: Params, x: np.ndarray) -> np.ndarray:
-    return x @ np.asarray(p["kernel"], np.float64) + np.asarray(p.get("bias", 0), np.float64)
+    return x @ np.asarray(p["weight"], np.float64).T + np.asarray(p.get("bias", 0), np.float64)
 
 
 def rms_norm(p: Params, x: np.ndarray) -> np.ndarray:

@@ -16,7 +16,7 @@ from safetensors.numpy import save_file
 from clover_jax.config import TargetConfig
 from clover_jax.weights.huggingface import HuggingFaceSource, eos_ids
 from clover_jax.weights.source import CheckpointError
-from clover_jax.weights.target import abstract_params, as_parameter, load_target, tensor_name
+from clover_jax.weights.target import abstract_params, load_target, tensor_name
 
 Tensors = dict[str, np.ndarray]
 
@@ -42,9 +42,7 @@ def random_tensors(**fields: Any) -> Tensors:
     rng = np.random.default_rng(0)
     config = TargetConfig.from_hf({**CONFIG, **fields})
     return {
-        tensor_name(path): as_parameter(
-            path, rng.normal(size=shape.shape).astype(np.float32)
-        ).copy()
+        tensor_name(path): rng.normal(size=shape.shape).astype(np.float32)
         for path, shape in abstract_params(config).items()
     }
 
@@ -78,7 +76,7 @@ WRITERS = {"single": write_single, "sharded": write_sharded}
 def load_flat(folder: Path, dtype: Any = jnp.float32) -> Tensors:
     _, params = load_target(HuggingFaceSource(folder), jnp.dtype(dtype))
     flat = flax.traverse_util.flatten_dict(params)
-    return {tensor_name(path): as_parameter(path, np.asarray(v)) for path, v in flat.items()}
+    return {tensor_name(path): np.asarray(v) for path, v in flat.items()}
 
 
 def assert_same(ours: Tensors, theirs: Tensors) -> None:

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from clover_jax.config import TargetConfig
-from clover_jax.weights.target import abstract_params, as_parameter, tensor_name
+from clover_jax.weights.target import abstract_params, tensor_name
 
 SPECIAL = ("<user>", "<bot>", "<end>")
 PIECES = [*SPECIAL, *string.ascii_lowercase, *string.digits, " "]
@@ -105,6 +105,6 @@ def _write(folder: Path, parameter) -> Path:
     tensors = {}
     for path, leaf in abstract_params(TargetConfig.from_hf(CONFIG)).items():
         value = np.asarray(parameter(path, leaf.shape), np.float32)
-        tensors[tensor_name(path)] = np.ascontiguousarray(as_parameter(path, value))
+        tensors[tensor_name(path)] = np.ascontiguousarray(value)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     return folder

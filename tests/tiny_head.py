@@ -24,12 +24,12 @@ def perfect_head(target: Path, folder: Path) -> Path:
                 return np.ones(width)
             case ("ad1", "q" | "k", "bias"):
                 return np.ones(width)  # the gate is open
-            case ("ad1", "v", "kernel"):
+            case ("ad1", "v", "weight"):
                 return 1e8 * np.eye(width)  # the token drowns the state it is added to
-            case ("fc1", "kernel"):
+            case ("fc1", "weight"):
                 return np.eye(width)
-            case ("fc2", "kernel"):  # reads [state ; token]
-                return np.concatenate([np.zeros((width, width)), np.eye(width)])
+            case ("fc2", "weight"):  # reads [state ; token]
+                return np.concatenate([np.zeros((width, width)), np.eye(width)], axis=1)
         return np.zeros(abstract_head(config)[path].shape)
 
     params = flax.traverse_util.unflatten_dict(

@@ -44,7 +44,7 @@ class DistillConfig:
 
     learning_rate: float = option(1e-3, "peak rate of AdamW, after warm-up and before decay to 0")
     warmup_steps: int = option(100, "steps of linear warm-up")
-    weight_decay: float = option(0.01, "decoupled weight decay of the kernels")
+    weight_decay: float = option(0.01, "decoupled weight decay of the weight matrices")
     clip_norm: float = option(1.0, "global norm the gradients are clipped to")
     head_decay: float = option(0.7, "loss weight of each draft step relative to the one before")
     hidden_weight: float = option(1.0, "weight of the hidden-state loss")

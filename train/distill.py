@@ -82,24 +82,13 @@ def distill(config: DistillConfig) -> Path:
     target_print = fingerprint(model.config, model.params)
     data_identity = {"corpus": corpus.digest(), "target_fingerprint": target_print}
     identity = config.fixed() | data_identity
-    states = None
-    if config.features == "cached":
-        states = cached_hidden(
-            output / "features",
-            data_identity | {"row_length": rows.length, "dtype": config.dtype},
-            rows,
-            model.config.hidden_size,
-            config.batch_size,
-            functools.partial(
-                jax.jit(functools.partial(read_target, recipe.target)), frozen.target
-            ),
-        )
     with (
         Checkpoints(output / "checkpoints", config.keep) as checkpoints,
         SummaryWriter(str(output / "tensorboard")) as writer,
     ):
         state = initial_state(config, recipe, optimizer, frozen, batches.batch_at(0))
         state = checkpoints.restore(state, identity) or state
+        states = read_ahead(config, recipe, frozen, rows, output / "features", data_identity)
         first = int(state.step)
         if first:
             print(f"resumed at step {first} of {total}")
@@ -204,6 +193,28 @@ def freeze(config: DistillConfig, model: Model, draft_ids: np.ndarray | None) ->
         embedding=model.params["embed_tokens"],
     )
     return Frozen(model.params, vocabulary)
+
+
+def read_ahead(
+    config: DistillConfig,
+    recipe: Recipe,
+    frozen: Frozen,
+    rows: Rows,
+    folder: Path,
+    identity: dict[str, str],
+) -> np.ndarray | None:
+    """The target's hidden states of all rows if they are to be cached, [N, T, D]."""
+    if config.features == "online":
+        return None
+    read = jax.jit(functools.partial(read_target, recipe.target))
+    return cached_hidden(
+        folder,
+        identity | {"row_length": rows.length, "dtype": config.dtype},
+        rows,
+        recipe.target.hidden_size,
+        config.batch_size,
+        functools.partial(read, frozen.target),
+    )
 
 
 def initial_state(

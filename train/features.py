@@ -52,8 +52,9 @@ def cached_hidden(
     folder.mkdir(parents=True, exist_ok=True)
     states, progress = folder / "states.bfloat16", folder / "progress.json"
     shape = (len(rows), rows.length, width)
-    done = _rows_done(progress, identity) if states.exists() else 0
     size = int(np.prod(shape)) * jnp.bfloat16.dtype.itemsize
+    complete = states.exists() and states.stat().st_size == size
+    done = _rows_done(progress, identity) if complete else 0
     if not done:
         progress.unlink(missing_ok=True)  # it would vouch for the new states
         states.unlink(missing_ok=True)

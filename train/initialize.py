@@ -56,18 +56,18 @@ def initialize_head(
                 return jnp.array(last_layer[tuple(rest)], jnp.float32)
             case ("head_norm", "scale"):
                 return jnp.array(target_params["norm"]["scale"], jnp.float32)
-            case ("ad1" | "ad2" as decoder, "v", "kernel"):
+            case ("ad1" | "ad2" as decoder, "v", "weight"):
                 # AD2 reads states of the block's norm, whose RMS is 1.
                 state_rms = hidden_rms if decoder == "ad1" else 1.0
                 return normal * state_rms / embedding_rms
             case ("ad1" | "ad2", "q" | "k", "bias") | (*_, "scale"):
                 return jnp.ones(shape)
-            case ("ad1" | "ad2", "q" | "k", "kernel"):
+            case ("ad1" | "ad2", "q" | "k", "weight"):
                 return noise
-            case ("fc1", "kernel"):
+            case ("fc1", "weight"):
                 return identity + noise
-            case ("fc2", "kernel"):
-                return jnp.concatenate([identity, jnp.zeros((width, width))]) + noise
+            case ("fc2", "weight"):
+                return jnp.concatenate([identity, jnp.zeros((width, width))], axis=1) + noise
             case (*_, "bias"):
                 return jnp.zeros(shape)
         raise KeyError(path)

@@ -19,7 +19,6 @@ import jax.numpy as jnp
 
 from clover_jax.config import DraftConfig
 from clover_jax.draft import DraftHead
-from clover_jax.layers import matmul
 from train.segments import Samples, block_mask, positions, supervised
 
 
@@ -203,7 +202,7 @@ def _chunk_loss(
     for i in range(heads):
         feature, goal = features[i], lesson.goal[ahead(1 + i)]  # [R, D]
         use = lesson.counted[i, rows] & inside
-        logits = matmul(jax.lax.stop_gradient(feature), lesson.lm_head)  # [R, W]
+        logits = _product(jax.lax.stop_gradient(feature), lesson.lm_head)  # [R, W]
         partition, mean_row, best = _partition(logits, vocabulary.lm_rows)
         # CE = log Z(f) - f . (target's mean row), and d log Z / df is the head's own mean row: the
         # tangent says both, without differentiating through the logits.
@@ -231,7 +230,12 @@ def _partition(logits: jax.Array, lm_rows: jax.Array) -> tuple[jax.Array, jax.Ar
     best = jnp.max(logits, axis=-1)
     weights = jnp.exp(logits - best[:, None])
     total = jnp.sum(weights, axis=-1)
-    return jnp.log(total) + best, matmul(weights, lm_rows) / total[:, None], best
+    return jnp.log(total) + best, _product(weights, lm_rows) / total[:, None], best
+
+
+def _product(x: jax.Array, y: jax.Array) -> jax.Array:
+    """x @ y in y's dtype, f32."""
+    return jnp.dot(x.astype(y.dtype), y, preferred_element_type=jnp.float32)
 
 
 def _mean_rows(
@@ -240,7 +244,7 @@ def _mean_rows(
     """The mean of `lm_rows` under the target's distribution at the rows of `taught`: f32 [N, D]."""
 
     def add(rows: jax.Array, _: jax.Array, mean_row: jax.Array) -> jax.Array:
-        _, fresh, _ = _partition(matmul(goal[rows], lm_head), lm_rows)
+        _, fresh, _ = _partition(_product(goal[rows], lm_head), lm_rows)
         return mean_row.at[rows].set(fresh)
 
     return _over_chunks(add, taught, chunk, jnp.zeros(goal.shape, jnp.float32))

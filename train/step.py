@@ -24,7 +24,7 @@ class Recipe:
     Attributes:
       target, draft: the two models.
       loss: weights of its terms.
-      compute_dtype: dtype the head's kernels are cast to for products; the f32 masters stay.
+      compute_dtype: dtype the head's weights are cast to for products; the f32 masters stay.
     """
 
     target: TargetConfig
@@ -58,7 +58,7 @@ def make_optimizer(
 ) -> tuple[optax.GradientTransformation, optax.Schedule]:
     """AdamW (0.9, 0.95) with clipping by global norm, linear warm-up and cosine decay to zero.
 
-    Weight decay acts on kernels only.
+    Weight decay acts on weight matrices only.
     """
     schedule = optax.warmup_cosine_decay_schedule(
         init_value=0.0,
@@ -67,13 +67,13 @@ def make_optimizer(
         decay_steps=total_steps,
     )
 
-    def is_kernel(params: Any) -> Any:
+    def is_weight(params: Any) -> Any:
         flat = flax.traverse_util.flatten_dict(params)
-        return flax.traverse_util.unflatten_dict({p: p[-1] == "kernel" for p in flat})
+        return flax.traverse_util.unflatten_dict({p: p[-1] == "weight" for p in flat})
 
     optimizer = optax.chain(
         optax.clip_by_global_norm(clip_norm),
-        optax.adamw(schedule, b1=0.9, b2=0.95, weight_decay=weight_decay, mask=is_kernel),
+        optax.adamw(schedule, b1=0.9, b2=0.95, weight_decay=weight_decay, mask=is_weight),
     )
     return optimizer, schedule
 
@@ -110,7 +110,7 @@ def batch_loss(
     return distillation_loss(
         recipe.draft,
         recipe.loss,
-        cast_kernels(params, jnp.dtype(recipe.compute_dtype)),
+        cast_weights(params, jnp.dtype(recipe.compute_dtype)),
         Teacher(hidden, normalized),
         frozen.vocabulary,
         samples,
@@ -138,9 +138,9 @@ def train_step(
     )
 
 
-def cast_kernels(params: Any, dtype: jnp.dtype) -> Any:
-    """Parameters with their kernels in `dtype`, so that products are computed in it."""
+def cast_weights(params: Any, dtype: jnp.dtype) -> Any:
+    """Parameters with their weights in `dtype`, so that products are computed in it."""
     flat = flax.traverse_util.flatten_dict(params)
     return flax.traverse_util.unflatten_dict(
-        {p: x.astype(dtype) if p[-1] == "kernel" else x for p, x in flat.items()}
+        {p: x.astype(dtype) if p[-1] == "weight" else x for p, x in flat.items()}
     )

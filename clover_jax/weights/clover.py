@@ -28,7 +28,6 @@ from clover_jax.weights.huggingface import HuggingFaceSource
 from clover_jax.weights.source import CheckpointError, TensorSource
 from clover_jax.weights.target import (
     Params,
-    as_parameter,
     check_names,
     layer_tensor,
     read_parameter,
@@ -135,7 +134,7 @@ def load_head(
     check_names(source, wanted.keys() | ({DRAFT_VOCAB} if partial else set()), present)
 
     flat = {
-        path: jnp.asarray(read_parameter(source, name, path, expected[path].shape).astype(dtype))
+        path: jnp.asarray(read_parameter(source, name, expected[path].shape).astype(dtype))
         for name, path in wanted.items()
     }
     ours = {} if official else section(source.path, source.config, SECTION)
@@ -184,10 +183,7 @@ def save_head(
         }
     parameters = flax.traverse_util.flatten_dict(head.params)
     _check_shapes(head.config, parameters)
-    tensors = {
-        tensor_name(path): as_parameter(path, np.asarray(value))
-        for path, value in parameters.items()
-    }
+    tensors = {tensor_name(path): np.asarray(value) for path, value in parameters.items()}
     if lm_head is not None:
         shape = (head.config.block.vocab_size, head.config.block.hidden_size)
         if lm_head.shape != shape:

@@ -13,7 +13,7 @@ import numpy as np
 
 from clover_jax.config import TargetConfig
 from clover_jax.weights.source import TensorSource
-from clover_jax.weights.target import Params, Path, as_parameter, tensor_name
+from clover_jax.weights.target import Params, Path, tensor_name
 
 _ROWS = 16
 
@@ -46,8 +46,8 @@ def fingerprint(config: TargetConfig, target: Params | TensorSource) -> str:
     for path in (
         ("embed_tokens",),
         ("norm", "scale"),
-        (last, "self_attn", "q_proj", "kernel"),
-        (last, "mlp", "down_proj", "kernel"),
+        (last, "self_attn", "q_proj", "weight"),
+        (last, "mlp", "down_proj", "weight"),
     ):
         parameter = _parameter(target, path)
         rows = np.arange(_ROWS) * (parameter.shape[0] - 1) // (_ROWS - 1)  # first to last
@@ -58,4 +58,4 @@ def fingerprint(config: TargetConfig, target: Params | TensorSource) -> str:
 def _parameter(target: Params | TensorSource, path: Path) -> np.ndarray | jax.Array:
     if isinstance(target, Mapping):
         return flax.traverse_util.flatten_dict(target)[path]
-    return as_parameter(path, target.read(tensor_name(path)))
+    return target.read(tensor_name(path))

@@ -36,9 +36,9 @@ def abstract_params(config: TargetConfig) -> dict[Path, jax.ShapeDtypeStruct]:
 
 
 def layer_tensor(path: Path) -> str:
-    """('self_attn', 'q_proj', 'kernel') -> 'self_attn.q_proj.weight'."""
+    """('self_attn', 'q_proj', 'weight') -> 'self_attn.q_proj.weight'."""
     *modules, leaf = path
-    return ".".join([*modules, {"kernel": "weight", "scale": "weight", "bias": "bias"}[leaf]])
+    return ".".join([*modules, "weight" if leaf == "scale" else leaf])
 
 
 def tensor_name(path: Path) -> str:
@@ -53,11 +53,6 @@ def tensor_name(path: Path) -> str:
     if layer is None:
         raise KeyError(path)
     return f"model.layers.{layer[1]}.{layer_tensor(path[1:])}"
-
-
-def as_parameter(path: Path, tensor: np.ndarray) -> np.ndarray:
-    """A stored tensor in our layout: kernels are [in, out], everything else is kept."""
-    return tensor.T if path[-1] == "kernel" else tensor
 
 
 def load_target(
@@ -91,29 +86,26 @@ def load_target(
 
     flat = {}
     for name, path in wanted.items():
-        parameter = read_parameter(source, name, path, expected[path].shape).astype(dtype)
+        parameter = read_parameter(source, name, expected[path].shape).astype(dtype)
         flat[path] = place(path, parameter) if place else jnp.asarray(parameter)
     return config, flax.traverse_util.unflatten_dict(flat)
 
 
-def read_parameter(
-    source: TensorSource, name: str, path: Path, shape: tuple[int, ...]
-) -> np.ndarray:
-    """The tensor `name` as the parameter at `path`, of this shape, in the file's dtype.
+def read_parameter(source: TensorSource, name: str, shape: tuple[int, ...]) -> np.ndarray:
+    """The tensor `name`, of this shape, in the file's dtype.
 
     Raises:
       CheckpointError: another shape, or no floats.
     """
-    stored_shape = shape[::-1] if path[-1] == "kernel" else shape
-    if source.shape(name) != stored_shape:
+    if source.shape(name) != shape:
         raise CheckpointError(
             f"{source.path}: tensor {name} has shape {source.shape(name)}; the config asks for "
-            f"{stored_shape}"
+            f"{shape}"
         )
     tensor = source.read(name)
     if not jnp.issubdtype(tensor.dtype, jnp.floating):
         raise CheckpointError(f"{source.path}: tensor {name} holds {tensor.dtype}, not floats")
-    return as_parameter(path, tensor)
+    return tensor
 
 
 def check_names(source: TensorSource, wanted: set[str], present: set[str]) -> None:
