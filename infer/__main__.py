@@ -9,8 +9,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from infer import cli
+from infer.call import Prompt
 from infer.counts import Counts, total
-from infer.engine import Generation, Prompt, generate, speculative_generate, stream
+from infer.engine import Generation, generate, speculative_generate, stream
 from infer.timing import steady
 
 _ROWS = 8  # prompts that are answered together

@@ -20,7 +20,7 @@ from infer.bench_report import PLAIN, SPECULATIVE, describe
 from infer.counts import Counts, ratio, total
 from infer.engine import stream
 from infer.load import Model, load
-from infer.timing import machine, steady
+from infer.timing import fastest_dtype, machine, steady
 
 MODEL = "smollm2-135m"
 NAME = "SmolLM2-135M-Instruct"
@@ -52,9 +52,10 @@ class Comparison(NamedTuple):
 def main(argv: Sequence[str] | None = None) -> None:
     """Answers the first prompt, then measures all of them."""
     cli.Parser(prog="python -m infer.demo", description=main.__doc__ or "").parse_args(argv)
-    print(f"{NAME} with its Clover-2 head, on {machine()}\n")
+    dtype = fastest_dtype()
+    print(f"{NAME} with its Clover-2 head, in {dtype} on {machine()}\n")
     with _step("Loading"):
-        model = load(MODEL)
+        model = load(MODEL, dtype=dtype)
     tree = TREE if model.draft is not None else None
     if tree is None:
         print("The head is not part of this installation: what follows is plain generation.")

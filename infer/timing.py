@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar
 
 import jax
@@ -42,6 +43,17 @@ def _compilations() -> list[float]:
 
     jax.monitoring.register_event_duration_secs_listener(listen)
     return found
+
+
+def fastest_dtype() -> str:
+    """The dtype in which this machine multiplies fastest: float32 on CPUs without AMX.
+
+    The matrix units of a CPU check a tree of tokens in little more time than one token.
+    """
+    if jax.default_backend() != "cpu":
+        return "bfloat16"
+    cpuinfo = Path("/proc/cpuinfo")
+    return "bfloat16" if cpuinfo.exists() and "amx_bf16" in cpuinfo.read_text() else "float32"
 
 
 def machine() -> str:

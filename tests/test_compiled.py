@@ -17,6 +17,7 @@ from rigs import NEW, PROMPTS, rig_m, rig_r, with_eos
 
 from clover_jax.tree import parse_tree
 from infer import engine, generate, speculative_generate, stream
+from infer.call import Call, prepare
 
 
 @pytest.fixture
@@ -157,9 +158,9 @@ def _updates_in_place(found: dict[str, list[str]], fusion: str) -> bool:
 
 
 @pytest.fixture(scope="module")
-def odd_call() -> engine._Call:
+def odd_call() -> Call:
     # Five nodes: the scores [B, K, nodes * G, S] then have another size than a cache [B, K, H, S].
-    call = engine._prepare(rig_r(), PROMPTS[:BATCH], 8, 0.7, 0.9, 0, 0, parse_tree("chain-4"))
+    call = prepare(rig_r(), PROMPTS[:BATCH], 8, 0.7, 0.9, 0, 0, parse_tree("chain-4"))
     return call._replace(slots=SLOTS)
 
 

@@ -8,6 +8,7 @@ from tiny_head import perfect_head
 
 from infer import cli, demo, load
 from infer.load import Model
+from infer.timing import fastest_dtype
 
 SAID = "abcdefghij"
 
@@ -15,10 +16,11 @@ SAID = "abcdefghij"
 def test_the_demo(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def tiny(name: str) -> Model:
-        assert name == "smollm2-135m"
+    def tiny(name: str, dtype: str) -> Model:
+        assert (name, dtype) == ("smollm2-135m", fastest_dtype())
         target = chain_model(tmp_path / "target", cycle_table(SAID))
-        return load(target=target, draft=perfect_head(target, tmp_path / "head"))
+        head = perfect_head(target, tmp_path / "head")
+        return load(target=target, draft=head, dtype=dtype)
 
     monkeypatch.setattr(demo, "load", tiny)
     monkeypatch.setattr(demo, "NEW_TOKENS", 20)
@@ -40,7 +42,7 @@ def test_without_a_head(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target = chain_model(tmp_path / "target", cycle_table(SAID))
-    monkeypatch.setattr(demo, "load", lambda _: load(target=target))
+    monkeypatch.setattr(demo, "load", lambda _, dtype: load(target=target, dtype=dtype))
     monkeypatch.setattr(demo, "NEW_TOKENS", 20)
     assert cli.run(demo.main, []) == 0
     output, _ = capsys.readouterr()

@@ -11,7 +11,9 @@ import pytest
 from byte_tokenizers import BOT, BYTES, END, USER
 from rigs import CONTEXT, NEW, PROMPTS, SEED, rig_m, rig_o, rig_r, with_eos
 
+from clover_jax.tree import PLAIN
 from infer import Model, generate, speculative_generate, stream
+from infer.call import prepare
 
 
 @pytest.fixture(scope="module", params=["byte_level", "byte_fallback"])
@@ -161,11 +163,11 @@ def refusals() -> dict[str, tuple[Callable[[Model], Any], str]]:
             "no tokenizer",
         ),
         "stream without tokenizer": (
-            lambda m: next(stream(with_tokenizer(m, None), [1])),
+            lambda m: stream(with_tokenizer(m, None), [1]),
             "no tokenizer",
         ),
         "stream without head": (
-            lambda m: next(stream(dataclasses.replace(m, draft=None, draft_config=None), [1])),
+            lambda m: stream(dataclasses.replace(m, draft=None, draft_config=None), [1]),
             "no draft head",
         ),
     }
@@ -181,9 +183,7 @@ def test_bad_arguments_are_refused_in_one_line(speaking, name):
 
 
 def test_the_last_legal_request_is_not_refused():
-    from infer import engine
-
-    call = engine._prepare(rig_m(), [[1] * 860], 40, 0.0, 1.0, 0, 0, engine.PLAIN)
+    call = prepare(rig_m(), [[1] * 860], 40, 0.0, 1.0, 0, 0, PLAIN)
     assert call.slots == CONTEXT
 
 

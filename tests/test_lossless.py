@@ -19,6 +19,7 @@ from rigs import CONTEXT, NEW, PROMPTS, SEED, TREES, rig_m, rig_o, rig_r
 from clover_jax.rope import Rope
 from clover_jax.tree import parse_tree
 from infer import Generation, engine, generate, speculative_generate
+from infer.call import Call, prepare
 from infer.load import Model
 from infer.propose import propose
 from infer.sampling import gumbel_noise
@@ -263,8 +264,8 @@ def test_a_restart_proposes_the_same_drafts(setting):
     """Decoding leaves what a prefill of prompt and new tokens would have made."""
     model, tree, settings = rig_o(), parse_tree("paper"), SETTINGS[setting]
 
-    def prepare(prompts: Sequence[Sequence[int]], budget: int) -> engine._Call:
-        return engine._prepare(
+    def call_for(prompts: Sequence[Sequence[int]], budget: int) -> Call:
+        return prepare(
             model,
             prompts,
             budget,
@@ -275,17 +276,17 @@ def test_a_restart_proposes_the_same_drafts(setting):
             tree,
         )
 
-    def more(call: engine._Call, state: Any) -> tuple[np.ndarray, np.ndarray]:
+    def more(call: Call, state: Any) -> tuple[np.ndarray, np.ndarray]:
         before = np.asarray(state.accepted)
         request = call.request._replace(budget=state.emitted + 20)
         state = engine._decode(call.shape, call.weights, request, state, jnp.int32(2**31 - 1))
         return np.asarray(state.output), np.asarray(state.accepted) - before
 
-    first = prepare(PROMPTS, 56)
+    first = call_for(PROMPTS, 56)
     state, *_ = engine._run(first)
     assert state.accepted[:, 4].sum() > 9  # passes that emitted five tokens at once
     said = np.asarray(state.output)[:, :56].tolist()
-    second = prepare([p + s[:-1] for p, s in zip(PROMPTS, said, strict=True)], 40)
+    second = call_for([p + s[:-1] for p, s in zip(PROMPTS, said, strict=True)], 40)
     again = engine._start(second)
 
     assert again.length.tolist() == state.length.tolist() == [len(p) + 55 for p in PROMPTS]
