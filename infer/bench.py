@@ -25,6 +25,7 @@ from clover_jax.chat import encode_prompt
 from clover_jax.tree import Tree
 from infer import cli
 from infer.agreement import first_difference
+from infer.bench_picture import svg
 from infer.bench_report import PLAIN, SPECULATIVE, TRANSFORMERS, Record, Settings, as_json, markdown
 from infer.counts import Counts
 from infer.engine import Generation, generate, speculative_generate
@@ -54,8 +55,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Measures and reports."""
     parser = _parser()
     arguments = parser.parse_args(argv)
-    if arguments.json is not None and not arguments.json.absolute().parent.is_dir():
-        raise ValueError(f"{arguments.json}: there is no folder for it")
+    for path in (arguments.json, arguments.svg):
+        if path is not None and not path.absolute().parent.is_dir():
+            raise ValueError(f"{path}: there is no folder for it")
     questions = read_questions(arguments.prompts, arguments.per_task)
     model = cli.load_model(parser, arguments)
     if model.draft is None:
@@ -86,6 +88,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     if arguments.json is not None:
         text = json.dumps(as_json(settings, records), allow_nan=False)
         arguments.json.write_text(text + "\n", encoding="utf-8")
+    if arguments.svg is not None:
+        arguments.svg.write_text(svg(settings, records), encoding="utf-8")
 
 
 def own_systems(
@@ -239,6 +243,7 @@ def _parser() -> cli.Parser:
         help="also measure Hugging Face transformers on the same weights, in torch, float32",
     )
     parser.add_argument("--json", type=Path, metavar="PATH", help="also write all numbers here")
+    parser.add_argument("--svg", type=Path, metavar="PATH", help="also draw the speeds here")
     cli.add_model_options(parser)
     return parser
 

@@ -57,8 +57,8 @@ class Record:
 
 def markdown(settings: Settings, records: Sequence[Record]) -> str:
     """The report, ending without a newline."""
-    groups = _groups(records)
-    systems = list(records[0].counts)
+    groups = by_task(records)
+    systems = systems_of(records)
     parts = [
         f"# {settings.model} on {settings.machine}",
         f"First turns, one at a time; at most {settings.max_new_tokens} new tokens, temperature "
@@ -99,7 +99,7 @@ def markdown(settings: Settings, records: Sequence[Record]) -> str:
         _table(
             ["task", *(f"depth {d}" for d in range(1, _depth(records) + 1))],
             [
-                [task, *(f"{share:.3f}" for share in _sum(group, SPECULATIVE).acceptance)]
+                [task, *(f"{share:.3f}" for share in total_of(group, SPECULATIVE).acceptance)]
                 for task, group in groups.items()
             ],
         ),
@@ -113,7 +113,7 @@ def as_json(settings: Settings, records: Sequence[Record]) -> dict[str, Any]:
     """All numbers: settings, sums by task and system, and every prompt."""
     return {
         "settings": dataclasses.asdict(settings),
-        "tasks": {task: _task_json(group) for task, group in _groups(records).items()},
+        "tasks": {task: _task_json(group) for task, group in by_task(records).items()},
         "prompts": [
             {
                 "question_id": record.name,
@@ -136,7 +136,7 @@ def as_json(settings: Settings, records: Sequence[Record]) -> dict[str, Any]:
 def _task_json(records: Sequence[Record]) -> dict[str, Any]:
     systems = {}
     for name in records[0].counts:
-        counts = _sum(records, name)
+        counts = total_of(records, name)
         systems[name] = dataclasses.asdict(counts) | {
             "tokens_per_second": counts.tokens_per_second,
             "decoded_per_second": counts.decoded_per_second,
@@ -144,7 +144,7 @@ def _task_json(records: Sequence[Record]) -> dict[str, Any]:
             "tokens_per_pass": counts.tokens_per_pass,
             "acceptance": counts.acceptance,
             "speculative_speed_up": ratio(
-                _sum(records, SPECULATIVE).tokens_per_second, counts.tokens_per_second
+                total_of(records, SPECULATIVE).tokens_per_second, counts.tokens_per_second
             ),
         }
     agreement = {
@@ -154,7 +154,7 @@ def _task_json(records: Sequence[Record]) -> dict[str, Any]:
     return {"prompts": len(records), "systems": systems, "agreement": agreement}
 
 
-def _groups(records: Sequence[Record]) -> dict[str, list[Record]]:
+def by_task(records: Sequence[Record]) -> dict[str, list[Record]]:
     """The records of each task, in order of appearance, and of all."""
     groups: dict[str, list[Record]] = {}
     for record in records:
@@ -162,13 +162,19 @@ def _groups(records: Sequence[Record]) -> dict[str, list[Record]]:
     return {**groups, ALL: list(records)}
 
 
-def _sum(records: Sequence[Record], system: str) -> Counts:
+def systems_of(records: Sequence[Record]) -> list[str]:
+    """The names of the systems measured, plain decoding first."""
+    return list(records[0].counts)
+
+
+def total_of(records: Sequence[Record], system: str) -> Counts:
+    """What a system's runs cost together."""
     return total(record.counts[system] for record in records)
 
 
 def _prefill_speed(records: Sequence[Record], system: str) -> float:
     tokens = sum(record.prompt_tokens for record in records)
-    return ratio(tokens, _sum(records, system).prefill_seconds)
+    return ratio(tokens, total_of(records, system).prefill_seconds)
 
 
 def _agreement(records: Sequence[Record], system: str) -> tuple[int, int, int]:
@@ -180,11 +186,11 @@ def _agreement(records: Sequence[Record], system: str) -> tuple[int, int, int]:
 
 
 def _depth(records: Sequence[Record]) -> int:
-    return len(_sum(records, SPECULATIVE).accepted)
+    return len(total_of(records, SPECULATIVE).accepted)
 
 
 def _speed_row(task: str, records: Sequence[Record]) -> list[str]:
-    sums = {name: _sum(records, name) for name in records[0].counts}
+    sums = {name: total_of(records, name) for name in records[0].counts}
     mine = sums[SPECULATIVE]
     same, near, compared = _agreement(records, SPECULATIVE)
     ties = f", {near} near-tie{'s' if near > 1 else ''}" if near else ""
@@ -204,12 +210,12 @@ def _speed_row(task: str, records: Sequence[Record]) -> list[str]:
 
 
 def _phase_row(task: str, records: Sequence[Record]) -> list[str]:
-    systems = list(records[0].counts)
+    systems = systems_of(records)
     return [
         task,
         str(sum(record.prompt_tokens for record in records)),
         *(f"{_prefill_speed(records, name):.0f}" for name in systems),
-        *(f"{_sum(records, name).decoded_per_second:.1f}" for name in systems),
+        *(f"{total_of(records, name).decoded_per_second:.1f}" for name in systems),
     ]
 
 

@@ -5,6 +5,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import jax
 import numpy as np
@@ -89,6 +90,25 @@ def refused(capsys: pytest.CaptureFixture[str], argv: list[str]) -> str:
     output, errors = capsys.readouterr()
     assert (status, output, errors.count("\n")) == (1, "", 1)
     return errors
+
+
+def test_the_picture_shows_the_measured_speeds(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = folder / "speed.svg"
+    _, result = report(capsys, folder, "--svg", str(path))
+    picture = ElementTree.fromstring(path.read_text(encoding="utf-8"))
+    words = [e.text for e in picture.iter() if e.tag.endswith("text")]
+    assert words[1:3] == [PLAIN, SPECULATIVE]  # the legend, after the title
+    wanted = []
+    for task, found in result["tasks"].items():
+        speeds = [s["tokens_per_second"] for s in found["systems"].values()]
+        wanted += ["all tasks" if task == "all" else task, *(f"{speed:.0f}" for speed in speeds)]
+    assert words[3:] == wanted
+    bars = [float(e.get("width", 0)) for e in picture.iter() if e.get("height") == "12"]
+    everything = result["tasks"]["all"]["systems"]
+    ratio = everything[SPECULATIVE]["tokens_per_second"] / everything[PLAIN]["tokens_per_second"]
+    assert bars[-1] / bars[-2] == pytest.approx(ratio, rel=0.01)
 
 
 # Counts
