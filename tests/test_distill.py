@@ -435,6 +435,40 @@ def test_checkpoints_are_kept_and_found(tmp_path: Path, monkeypatch: pytest.Monk
     assert sorted(folder.name for folder in Path("some/run").iterdir()) == ["2", "4"]
 
 
+# Going on from a head
+
+
+def test_going_on_from_a_head(straight: Run, settings: DistillConfig, tmp_path: Path) -> None:
+    """At a rate of almost zero it comes out as it went in."""
+    config = dataclasses.replace(
+        settings,
+        init=str(straight.head),
+        output=str(tmp_path / "run"),
+        learning_rate=1e-12,
+        epochs=0.2,
+    )
+    again = run(config)
+    one, other = (load_file(r.head / "model.safetensors") for r in (straight, again))
+    assert one.keys() == other.keys()
+    for name, tensor in one.items():
+        np.testing.assert_array_equal(tensor, other[name], err_msg=name)
+
+
+def test_a_head_of_another_shape_is_refused(straight: Run, settings: DistillConfig) -> None:
+    config = dataclasses.replace(settings, init=str(straight.head), num_layers=2)
+    with pytest.raises(ValueError, match="has num_layers 1, the run 2$"):
+        distill.read_start(config, straight.model)
+
+
+def test_a_head_of_another_target_is_refused_as_a_start(
+    straight: Run, settings: DistillConfig, tmp_path: Path
+) -> None:
+    other = load(target=tiny_chat.random_model(tmp_path / "other", seed=1))
+    config = dataclasses.replace(settings, init=str(straight.head))
+    with pytest.raises(CheckpointError, match="this head was trained for the target"):
+        distill.read_start(config, other)
+
+
 # What it learns
 
 

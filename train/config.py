@@ -28,6 +28,7 @@ class DistillConfig:
 
     target: str = option("smollm2-135m", "'smollm2-135m', a folder, a GGUF file or a hub name")
     data: tuple[str, ...] = option((), "JSON or JSONL files with conversations, or globs")
+    init: str = option("", "a head's folder to go on from; empty: a new head")
     output: str = option("runs/distill", "folder for checkpoints, metrics and the exported head")
 
     max_length: int = option(2048, "tokens of a training sample; longer ones are cut")

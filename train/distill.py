@@ -12,7 +12,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,7 @@ from tqdm import tqdm
 
 from clover_jax.config import DraftConfig
 from clover_jax.target import lm_head
-from clover_jax.weights.clover import Head, save_head
+from clover_jax.weights.clover import Head, check_target, load_head, save_head
 from clover_jax.weights.fingerprint import fingerprint
 from infer.cli import Parser, run
 from infer.load import Model, load
@@ -38,6 +37,7 @@ from train.data import Corpus, load_corpus, split, token_frequencies
 from train.features import cached_hidden, hidden_of_batch
 from train.initialize import initialize_head
 from train.loss import LossWeights, Vocabulary, total_loss
+from train.metrics import Meter, report_evaluation
 from train.options import build, load_config, options_parser
 from train.packing import Batch, Batches, Rows, batches_in_order, pack
 from train.step import (
@@ -55,18 +55,21 @@ def distill(config: DistillConfig) -> Path:
     """Trains and exports a head; returns its folder."""
     model = load_target_model(config)
     corpus, held_back = read_data(config, model)
-    draft_ids = choose_draft_vocabulary(config, corpus, model.config.vocab_size)
-    draft = DraftConfig.for_target(
-        model.config, config.num_layers, None if draft_ids is None else len(draft_ids)
-    )
-    draft = dataclasses.replace(draft, num_steps=config.num_steps)
+    start = read_start(config, model)
+    if start is not None:
+        draft, draft_ids = start.config, start.draft_ids
+    else:
+        draft_ids = choose_draft_vocabulary(config, corpus, model.config.vocab_size)
+        size = None if draft_ids is None else len(draft_ids)
+        draft = DraftConfig.for_target(model.config, config.num_layers, size)
+        draft = dataclasses.replace(draft, num_steps=config.num_steps)
     recipe = Recipe(
         target=model.config,
         draft=draft,
         loss=loss_weights(config),
         compute_dtype=config.dtype,
     )
-    frozen = freeze(config, model, draft_ids)
+    frozen = freeze(recipe, model, draft_ids)
 
     rows, held_back_rows = pack(corpus), pack(held_back)
     batches = Batches(rows, config.batch_size, config.seed)
@@ -86,7 +89,12 @@ def distill(config: DistillConfig) -> Path:
         Checkpoints(output / "checkpoints", config.keep) as checkpoints,
         SummaryWriter(str(output / "tensorboard")) as writer,
     ):
-        state = initial_state(config, recipe, optimizer, frozen, batches.batch_at(0))
+        params = (
+            start.params
+            if start is not None
+            else new_head(config.seed, recipe, frozen, batches.batch_at(0))
+        )
+        state = TrainState(jnp.int32(0), params, optimizer.init(params))
         state = checkpoints.restore(state, identity) or state
         states = read_ahead(config, recipe, frozen, rows, output / "features", data_identity)
         first = int(state.step)
@@ -181,16 +189,36 @@ def choose_draft_vocabulary(
     return ids
 
 
-def freeze(config: DistillConfig, model: Model, draft_ids: np.ndarray | None) -> Frozen:
+def read_start(config: DistillConfig, model: Model) -> Head | None:
+    """The head that training goes on from, if one is named."""
+    if not config.init:
+        return None
+    head = load_head(config.init, model.config, jnp.dtype("float32"), lm_head(model.params))
+    check_target(head, model.config, model.params)
+    its = {
+        "num_layers": head.config.block.num_layers,
+        "num_steps": head.config.num_steps,
+        "draft_vocab": 0 if head.draft_ids is None else len(head.draft_ids),
+    }
+    for name, value in its.items():
+        if getattr(config, name) != value:
+            raise ValueError(
+                f"the head in {config.init} has {name} {value}, the run {getattr(config, name)}"
+            )
+    return head
+
+
+def freeze(recipe: Recipe, model: Model, draft_ids: np.ndarray | None) -> Frozen:
     """What the step reads and never changes."""
     vocab_size = model.config.vocab_size
     ids = np.arange(vocab_size) if draft_ids is None else draft_ids
     row_of = np.full(vocab_size, -1, np.int32)
     row_of[ids] = np.arange(len(ids))
+    rows, tokens = lm_head(model.params), model.params["embed_tokens"]
     vocabulary = Vocabulary(
-        lm_rows=lm_head(model.params)[ids].astype(config.dtype),
+        lm_rows=rows[ids].astype(recipe.compute_dtype),
         row_of=jnp.asarray(row_of),
-        embedding=model.params["embed_tokens"],
+        embedding=tokens if recipe.draft.embedding == "embed_tokens" else rows,
     )
     return Frozen(model.params, vocabulary)
 
@@ -217,46 +245,13 @@ def read_ahead(
     )
 
 
-def initial_state(
-    config: DistillConfig, recipe: Recipe, optimizer: Any, frozen: Frozen, batch: Batch
-) -> TrainState:
-    """A new head, scaled to the target's hidden states on the first batch."""
+def new_head(seed: int, recipe: Recipe, frozen: Frozen, batch: Batch) -> dict[str, Any]:
+    """Parameters of a new head, scaled to the target's hidden states on one batch."""
     hidden = jax.jit(functools.partial(read_target, recipe.target))(frozen.target, batch.samples)
     # The median: the first token's state is many times larger than any other.
     rms = jnp.sqrt(jnp.mean(jnp.square(hidden.astype(jnp.float32)), axis=-1))
     typical = float(np.median(np.asarray(rms)[batch.samples.segments > 0]))
-    params = initialize_head(recipe.draft, frozen.target, jax.random.key(config.seed), typical)
-    return TrainState(jnp.int32(0), params, optimizer.init(params))
-
-
-class Meter:
-    """Progress bar and TensorBoard."""
-
-    def __init__(self, bar: Any, writer: SummaryWriter, schedule: Any) -> None:
-        self._bar, self._writer, self._schedule = bar, writer, schedule
-        self.restart()
-
-    def restart(self) -> None:
-        """Starts the clock of the throughput again, after work that is not training."""
-        self._tokens, self._since = 0, time.perf_counter()
-
-    def count(self, batch: Batch) -> None:
-        """Counts the real tokens of a batch."""
-        self._tokens += batch.real_tokens()
-        self._bar.update()
-
-    def report(self, step: int, metrics: dict[str, jax.Array]) -> None:
-        """Shows and writes the metrics of one step."""
-        values = jax.device_get(metrics)
-        speed = self._tokens / (time.perf_counter() - self._since)
-        self._bar.set_postfix_str(
-            f"loss {values['loss']:.3f}, accuracy {_percent(values['accuracy'])}, "
-            f"{speed:,.0f} tokens/s"
-        )
-        write_scalars(self._writer, "train", values, step)
-        self._writer.add_scalar("train/tokens_per_second", speed, step)
-        self._writer.add_scalar("train/learning_rate", float(self._schedule(step - 1)), step)
-        self.restart()
+    return initialize_head(recipe.draft, frozen.target, jax.random.key(seed), typical)
 
 
 def evaluation(
@@ -278,33 +273,6 @@ def evaluation(
     count = np.maximum(sums.pop("count"), 1)
     means = {name: total / count for name, total in sums.items()}
     return means | {"loss": total_loss(loss_weights(config), means)}
-
-
-def report_evaluation(values: dict[str, Any], writer: SummaryWriter, step: int) -> None:
-    """Shows and writes what `evaluation` found."""
-    if not values:
-        return
-    write_scalars(writer, "eval", values, step)
-    tqdm.write(
-        f"step {step}: held-back loss {values['loss']:.3f}, "
-        f"accuracy by head {_percent(values['accuracy'])}"
-    )
-
-
-def write_scalars(
-    writer: SummaryWriter, group: str, values: dict[str, np.ndarray], step: int
-) -> None:
-    """Writes scalars as they are, and [I] arrays as one scalar per head."""
-    for name, value in values.items():
-        if np.ndim(value) == 0:
-            writer.add_scalar(f"{group}/{name}", float(value), step)
-        else:
-            for head, part in enumerate(value):
-                writer.add_scalar(f"{group}/{name}_{head}", float(part), step)
-
-
-def _percent(values: np.ndarray) -> str:
-    return " ".join(f"{100 * v:.0f}" for v in values) + " %"
 
 
 def main(argv: Sequence[str] | None = None) -> None:
