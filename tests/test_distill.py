@@ -456,7 +456,7 @@ def test_going_on_from_a_head(straight: Run, settings: DistillConfig, tmp_path: 
 
 def test_a_head_of_another_shape_is_refused(straight: Run, settings: DistillConfig) -> None:
     config = dataclasses.replace(settings, init=str(straight.head), num_layers=2)
-    with pytest.raises(ValueError, match="has num_layers 1, the run 2$"):
+    with pytest.raises(ValueError, match=r"has num_layers 1, the run 2$"):
         distill.read_start(config, straight.model)
 
 

@@ -99,14 +99,14 @@ def test_resume_cuts_off_the_last_batch_unless_it_is_whole(written: Path, tmp_pa
     after = [b"".join(lines[: np.searchsorted(batches, k)]) for k in range(5)]
     assert after[0] == b""
     assert after[4] == text
-    cut = tmp_path / "cut.jsonl"
+    cut, settings = tmp_path / "cut.jsonl", json.loads(lines[0])["settings"]
     for size in cuts(text):
         cut.write_bytes(text[:size])
-        following, kept = resume(cut)
+        following, kept = resume(cut, settings)
         assert cut.read_bytes() == after[following]
         assert kept == after[following].count(b"\n")
         assert following == max(k for k in range(5) if len(after[k]) <= size)
-    assert resume(tmp_path / "none.jsonl") == (0, 0)
+    assert resume(tmp_path / "none.jsonl", settings) == (0, 0)
 
 
 def test_a_cut_run_ends_like_one_that_was_not(written: Path, target: Path, tmp_path: Path) -> None:
@@ -142,6 +142,17 @@ def test_a_file_of_someone_else_is_left_alone(target: Path, tmp_path: Path) -> N
         assert output.read_text() == content
 
 
+def test_other_settings_are_refused(written: Path, target: Path, tmp_path: Path) -> None:
+    output = tmp_path / "chats.jsonl"
+    output.write_bytes(written.read_bytes())
+    openings = tmp_path / "openings.txt"
+    openings.write_text("why ")
+    for other in ({"answer_tokens": 13}, {"openings": openings}):
+        with pytest.raises(ValueError, match="was written with other settings"):
+            synthesize.main(argv(target, output, conversations=5 * BATCH, **other))
+        assert output.read_bytes() == written.read_bytes()
+
+
 def test_batches_depend_on_the_seed_and_on_their_number(model: Model) -> None:
     first = write_batch(model, config(), 0)
     assert write_batch(model, config(), 0) == first
@@ -157,15 +168,27 @@ class Script:
     """Stands for `generate`: gives the next texts and remembers what it was asked."""
 
     turns: list[list[tuple[str, str]]]  # per call: text and finish reason of each row
+    batch_size: int
     calls: list[tuple[Any, ...]] = dataclasses.field(default_factory=list)
     seeds: list[int] = dataclasses.field(default_factory=list)
 
-    def __call__(self, model: Model, prompts: Any, *settings: Any, seed: int) -> Any:
+    def __call__(
+        self,
+        model: Model,
+        prompts: Any,
+        budget: list[int],
+        temperature: float,
+        top_p: float = 1.0,
+        *,
+        seed: int,
+    ) -> Any:
         said = self.turns[len(self.calls)]
-        assert len(prompts) == len(said)
-        self.calls.append((prompts, *settings))
+        asked = [prompt for prompt, tokens in zip(prompts, budget, strict=True) if tokens]
+        assert len(asked) == len(said)
+        assert len(prompts) == self.batch_size  # filled up, so that nothing is compiled anew
+        self.calls.append((asked, max(budget), temperature, top_p))
         self.seeds.append(seed)
-        texts, reasons = zip(*said, strict=True)
+        texts, reasons = zip(*said, *[("", "length")] * (len(prompts) - len(said)), strict=True)
 
         class Said:
             pass
@@ -176,7 +199,7 @@ class Script:
 
 
 def scripted(monkeypatch, *turns: list[tuple[str, str]]) -> Script:
-    script = Script(list(turns))
+    script = Script(list(turns), batch_size=len(turns[0]))
     monkeypatch.setattr(synthesize, "generate", script)
     return script
 
@@ -203,7 +226,7 @@ def test_filters(model: Model, monkeypatch) -> None:
     assert settings == [12, 1.0, 1.0]
     assert asked == [[tiny_chat.USER]] * BATCH
     assert answered == [chat("one"), chat("two"), chat("three"), chat("four")]
-    assert others == [12, 1.0]
+    assert others == [12, 1.0, 1.0]
     # Rows use seed, seed + 1, ...: no two rows of a batch share one.
     assert script.seeds[1] - script.seeds[0] >= BATCH
 
@@ -234,12 +257,24 @@ def test_several_turns(model: Model, monkeypatch) -> None:
     assert all(b - a >= 3 for a, b in zip(script.seeds, script.seeds[1:], strict=False))
 
 
+def test_a_turn_that_fails_leaves_the_turns_before_it(model: Model, monkeypatch) -> None:
+    scripted(
+        monkeypatch,
+        [("u", "eos")] * 3,
+        [("a", "eos"), ("b", "eos"), ("c", "eos")],
+        [("too long", "length"), ("v", "eos"), ("w", "eos")],
+        [(" ", "eos"), ("d", "eos")],
+    )
+    found = write_batch(model, config(batch_size=3, turns=2), 0)
+    assert found == [chat("u", "a"), chat("u", "b"), chat("u", "c", "w", "d")]
+
+
 def test_openings(model: Model, monkeypatch, tmp_path: Path) -> None:
     """One per line; an empty line is none, and a space at the end belongs to it."""
     path = tmp_path / "openings.txt"
     path.write_text("what is \n\nwhy\n")
-    assert synthesize._openings(str(path)) == ["what is ", "", "why"]
-    assert synthesize._openings("") == [""]
+    assert synthesize.read_openings(str(path)) == ["what is ", "", "why"]
+    assert synthesize.read_openings("") == [""]
 
     script = scripted(monkeypatch, [(" x", "eos")] * 64, [("a", "eos")] * 64)
     found = write_batch(model, config(batch_size=64, openings=str(path)), 0)

@@ -10,6 +10,7 @@ goes on where it was, with the same result.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import os
 import sys
@@ -69,35 +70,37 @@ class SynthesizeConfig:
 def write_batch(model: Model, config: SynthesizeConfig, index: int) -> list[list[Message]]:
     """Writes batch `index`: conversations of {role, content} messages that passed the filters."""
     rng = np.random.default_rng([config.seed, index])
-    openings = _openings(config.openings)
-    chosen = [openings[i] for i in rng.integers(len(openings), size=config.batch_size)]
+    openings = read_openings(config.openings)
+    starts = [openings[i] for i in rng.integers(len(openings), size=config.batch_size)]
     seed = int(rng.integers(2**31))
     answer_temperature = config.answer_temperatures[index % len(config.answer_temperatures)]
 
     finished: list[list[Message]] = []
-    running: list[list[Message]] = [[] for _ in chosen]
+    running: list[list[Message]] = [[] for _ in starts]
     for turn in range(config.turns):
-        starts = chosen if turn == 0 else [""] * len(running)
-        running = _user_turns(model, config, running, starts, seed + 2 * turn * len(chosen))
+        asked = _user_turns(model, config, running, starts, seed + 2 * turn * config.batch_size)
+        # Where no further turn came, what there is stays.
+        finished += [m for m, more in zip(running, asked, strict=True) if m and more is None]
+        running = [messages for messages in asked if messages is not None]
         if not running:
             break
-        answered = generate(
+        answers = _write(
             model,
+            config.batch_size,
             running,
-            config.answer_tokens,
-            answer_temperature,
-            seed=seed + (2 * turn + 1) * len(chosen),
+            max_new_tokens=config.answer_tokens,
+            temperature=answer_temperature,
+            seed=seed + (2 * turn + 1) * config.batch_size,
         )
         going_on: list[list[Message]] = []
-        for messages, text, reason in zip(
-            running, answered.texts, answered.finish_reasons, strict=True
-        ):
+        for messages, (text, reason) in zip(running, answers, strict=True):
             if not text.strip():
+                finished += [messages[:-1]] if turn else []
                 continue
             messages = [*messages, {"role": "assistant", "content": text}]
             # A cut answer has no natural next turn.
             (going_on if reason == "eos" else finished).append(messages)
-        running = going_on
+        running, starts = going_on, [""] * len(going_on)
     return finished + running
 
 
@@ -107,8 +110,8 @@ def _user_turns(
     conversations: list[list[Message]],
     starts: list[str],
     seed: int,
-) -> list[list[Message]]:
-    """Adds a user turn to each conversation; drops those whose turn did not end or is empty."""
+) -> list[list[Message] | None]:
+    """Each conversation with a user turn more; None where the turn did not end or is empty."""
     assert model.tokenizer is not None
     prompts = [
         model.tokenizer.encode(
@@ -116,22 +119,34 @@ def _user_turns(
         )
         for messages, start in zip(conversations, starts, strict=True)
     ]
-    written = generate(
+    written = _write(
         model,
+        config.batch_size,
         prompts,
-        config.user_tokens,
-        config.user_temperature,
-        config.user_top_p,
+        max_new_tokens=config.user_tokens,
+        temperature=config.user_temperature,
+        top_p=config.user_top_p,
         seed=seed,
     )
-    kept = []
-    for messages, start, text, reason in zip(
-        conversations, starts, written.texts, written.finish_reasons, strict=True
-    ):
+    asked: list[list[Message] | None] = []
+    for messages, start, (text, reason) in zip(conversations, starts, written, strict=True):
         content = (start + text).strip()
-        if reason == "eos" and len(content) > len(start.strip()):
-            kept.append([*messages, {"role": "user", "content": content}])
-    return kept
+        complete = reason == "eos" and len(content) > len(start.strip())
+        asked.append([*messages, {"role": "user", "content": content}] if complete else None)
+    return asked
+
+
+def _write(
+    model: Model, batch_size: int, prompts: Sequence[Any], max_new_tokens: int, **settings: Any
+) -> list[tuple[str, str]]:
+    """(text, finish reason) of each prompt.
+
+    The batch is filled up with rows that write nothing: another size would be compiled anew.
+    """
+    spare = batch_size - len(prompts)
+    budget = [max_new_tokens] * len(prompts) + [0] * spare
+    written = generate(model, [*prompts, *[prompts[0]] * spare], budget, **settings)
+    return list(zip(written.texts, written.finish_reasons, strict=True))[: len(prompts)]
 
 
 def user_turn_prefix(tokenizer: Any, messages: Sequence[Message]) -> str:
@@ -142,18 +157,27 @@ def user_turn_prefix(tokenizer: Any, messages: Sequence[Message]) -> str:
     return str(rendered.rpartition(_MARK)[0])
 
 
-def _openings(path: str) -> list[str]:
+def read_openings(path: str) -> list[str]:
+    """The possible starts of a user turn: the lines of a file, or the empty one alone."""
     if not path:
         return [""]
     # A line may end in a space, which belongs to the opening; an empty line opens freely.
     return Path(path).read_text(encoding="utf-8").removesuffix("\n").split("\n")
 
 
-def resume(output: Path) -> tuple[int, int]:
+def settings_digest(config: SynthesizeConfig) -> str:
+    """8 hexadecimal digits of everything that a batch depends on."""
+    free = ("output", "conversations", "openings")
+    fields = {k: v for k, v in dataclasses.asdict(config).items() if k not in free}
+    text = json.dumps(fields | {"openings": read_openings(config.openings)}, sort_keys=True)
+    return hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
+
+
+def resume(output: Path, settings: str) -> tuple[int, int]:
     """Cuts off a half-written batch; returns the next batch and the conversations kept.
 
     Raises:
-      ValueError: a file that holds something else.
+      ValueError: a file that holds something else, or was written with other settings.
     """
     if not output.exists():
         return 0, 0
@@ -161,8 +185,14 @@ def resume(output: Path) -> tuple[int, int]:
     try:
         records = [json.loads(line) for line in lines]
         batches = [record["batch"] for record in records]
+        others = {record["settings"] for record in records} - {settings}
     except (ValueError, LookupError, TypeError) as error:
         raise ValueError(f"{output} has lines that this script did not write") from error
+    if others:
+        raise ValueError(
+            f"{output} was written with other settings ({', '.join(sorted(others))}, not "
+            f"{settings}); choose another file or the same settings"
+        )
     following = batches[-1] + 1 if batches else 0
     if batches and batches.count(batches[-1]) != records[-1].get("of"):
         following -= 1
@@ -177,7 +207,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     config = build(SynthesizeConfig, parser.parse_args(argv))
     output = Path(config.output)
     output.parent.mkdir(parents=True, exist_ok=True)
-    start, kept = resume(output)
+    settings = settings_digest(config)
+    start, kept = resume(output, settings)
     model = load(target=config.target, dtype=config.dtype)
     if model.tokenizer is None or not model.tokenizer.chat_template:
         raise ValueError(f"{config.target} has no tokenizer with a chat template")
@@ -188,7 +219,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     ):
         for index in range(start, batches):
             conversations = write_batch(model, config, index)
-            place = {"batch": index, "of": len(conversations)}
+            place = {"batch": index, "of": len(conversations), "settings": settings}
             lines = [json.dumps(place | {"messages": m}) for m in conversations]
             file.write("".join(line + "\n" for line in lines).encode())
             file.flush()
