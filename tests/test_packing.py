@@ -227,3 +227,16 @@ def test_numbers_that_cannot_be_are_errors():
         Batches(numbered(9), 4, -1)
     with pytest.raises(DataError, match="count from 0, got -1"):
         Batches(numbered(9), 4, 0).batch_at(-1)
+
+
+def test_joined_rows_are_one_sample_each() -> None:
+    corpus = Corpus.from_samples(
+        [(np.full(n, n, np.int32), np.arange(n) > 0) for n in (5, 3, 9, 2, 7, 4)]
+    )
+    rows = pack(corpus, 12)
+    joined = rows.joined()
+    assert rows.length == 12
+    assert rows.segments.max() > 1
+    np.testing.assert_array_equal(joined.segments, rows.tokens > 0)
+    np.testing.assert_array_equal(joined.tokens, rows.tokens)
+    np.testing.assert_array_equal(joined.mask, rows.mask)

@@ -32,6 +32,9 @@ class DistillConfig:
     output: str = option("runs/distill", "folder for checkpoints, metrics and the exported head")
 
     max_length: int = option(2048, "tokens of a training sample; longer ones are cut")
+    join: bool = option(
+        False, "fill rows to max_length and let each sample read those before it: long contexts"
+    )
     features: str = option(
         "online", "'online': the target reads each batch; 'cached': once, onto the disk"
     )

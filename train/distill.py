@@ -71,7 +71,7 @@ def distill(config: DistillConfig) -> Path:
     )
     frozen = freeze(recipe, model, draft_ids)
 
-    rows, held_back_rows = pack(corpus), pack(held_back)
+    rows, held_back_rows = arrange(config, corpus), arrange(config, held_back)
     batches = Batches(rows, config.batch_size, config.seed)
     total = max(round(config.epochs * len(rows) / config.batch_size), 1)
     print(f"{len(rows)} rows of {rows.length} tokens, {rows.padding():.1%} padding; {total} steps")
@@ -174,6 +174,11 @@ def read_data(config: DistillConfig, model: Model) -> tuple[Corpus, Corpus]:
     return training, held_back
 
 
+def arrange(config: DistillConfig, corpus: Corpus) -> Rows:
+    """The samples in rows, one after another or, if they are joined, as one long sample each."""
+    return pack(corpus, config.max_length).joined() if config.join else pack(corpus)
+
+
 def choose_draft_vocabulary(
     config: DistillConfig, corpus: Corpus, vocab_size: int
 ) -> np.ndarray | None:
@@ -237,7 +242,7 @@ def read_ahead(
     read = jax.jit(functools.partial(read_target, recipe.target))
     return cached_hidden(
         folder,
-        identity | {"row_length": rows.length, "dtype": config.dtype},
+        identity | {"row_length": rows.length, "join": config.join, "dtype": config.dtype},
         rows,
         recipe.target.hidden_size,
         config.batch_size,

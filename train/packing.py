@@ -11,6 +11,7 @@ Axes: N rows, B rows of a batch, T tokens.
 from __future__ import annotations
 
 import bisect
+import dataclasses
 import functools
 from collections import defaultdict
 from collections.abc import Iterator
@@ -48,6 +49,10 @@ class Rows:
         """T."""
         return int(self.tokens.shape[1])
 
+    def joined(self) -> Rows:
+        """The same rows, each a single sample: what stands later reads all that stands before."""
+        return dataclasses.replace(self, segments=(self.segments > 0).astype(np.int32))
+
     def padding(self) -> float:
         """Share of the tokens that are padding."""
         return float(np.mean(self.segments == 0)) if self.segments.size else 0.0
@@ -69,16 +74,18 @@ class Batch(NamedTuple):
         return int(np.count_nonzero(self.samples.segments))
 
 
-def pack(corpus: Corpus) -> Rows:
+def pack(corpus: Corpus, length: int | None = None) -> Rows:
     """Packs whole samples into rows.
 
-    T is, of the multiples of 64 from the longest sample to twice that, the one that leaves the
-    least padding.
+    Args:
+        length: T, at least the longest sample; by default, of the multiples of 64 from the longest
+            sample to twice that, the one that leaves the least padding.
     """
     lengths = np.diff(corpus.offsets)
-    shortest = -(-max(corpus.longest(), 1) // _MULTIPLE) * _MULTIPLE
-    choices = range(shortest, max(2 * corpus.longest(), shortest) + 1, _MULTIPLE)
-    length = min(choices, key=lambda length: length * len(_best_fit(lengths, length)))
+    if length is None:
+        shortest = -(-max(corpus.longest(), 1) // _MULTIPLE) * _MULTIPLE
+        choices = range(shortest, max(2 * corpus.longest(), shortest) + 1, _MULTIPLE)
+        length = min(choices, key=lambda length: length * len(_best_fit(lengths, length)))
     rows = _best_fit(lengths, length)
 
     shape = (len(rows), length)
