@@ -105,7 +105,7 @@ class DraftHead(nn.Module):
         for i, layer in enumerate(self.block):
             x, layer_kv = layer(x, cache[i] if cache is not None else None, context)
             new.append(layer_kv)
-        return self.block_norm(x).astype(hidden.dtype), tuple(new)
+        return self.block_norm(x), tuple(new)
 
     def first_features(self, state: jax.Array) -> jax.Array:
         """s_0 [..., D] -> what the LM head reads to propose the first draft token, f32 [..., D]."""

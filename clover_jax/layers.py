@@ -2,7 +2,8 @@
 
 Axes: B batch, T query, S cache, K kv heads, G query heads per kv head, H head dim, D model, F MLP.
 
-A layer computes in the dtype of its parameters; norms, rotary embedding and softmax in f32.
+Activations keep the dtype they come in, products are computed in the dtype of their weights (see
+matmul.py); norms, rotary embedding and softmax in f32.
 """
 
 from __future__ import annotations
@@ -43,16 +44,17 @@ class Dense(nn.Module):
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) * scale over the last axis, f32."""
+    """x / rms(x) * scale over the last axis, computed in f32, in x's dtype."""
 
     epsilon: float
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         scale = self.param("scale", nn.initializers.ones, (x.shape[-1],), jnp.float32)
-        x = x.astype(jnp.float32)
-        mean_square = jnp.mean(jnp.square(x), axis=-1, keepdims=True)
-        return x * jax.lax.rsqrt(mean_square + self.epsilon) * scale.astype(jnp.float32)
+        wide = x.astype(jnp.float32)
+        mean_square = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
+        wide = wide * jax.lax.rsqrt(mean_square + self.epsilon) * scale.astype(jnp.float32)
+        return wide.astype(x.dtype)
 
 
 class LayerKV(NamedTuple):
@@ -144,7 +146,7 @@ class Attention(nn.Module):
             v=jnp.transpose(v.astype(dtype), (0, 2, 1, 3)),  # [B, K, T, H]
         )
         out = attend(q.astype(dtype), new, cache, context)
-        return Dense(c.hidden_size, c.out_bias, name="o_proj")(out), new
+        return Dense(c.hidden_size, c.out_bias, name="o_proj")(out.astype(dtype)), new
 
 
 class MLP(nn.Module):
@@ -157,9 +159,8 @@ class MLP(nn.Module):
         c = self.config
         gate = Dense(c.intermediate_size, c.mlp_bias, name="gate_proj")(x)
         up = Dense(c.intermediate_size, c.mlp_bias, name="up_proj")(x)
-        return Dense(c.hidden_size, c.mlp_bias, name="down_proj")(
-            _ACTIVATIONS[c.hidden_act](gate) * up
-        )
+        inner = (_ACTIVATIONS[c.hidden_act](gate) * up).astype(x.dtype)
+        return Dense(c.hidden_size, c.mlp_bias, name="down_proj")(inner)
 
 
 class DecoderLayer(nn.Module):

@@ -1,47 +1,41 @@
-"""The product of activations and weights, the one operation that decides the speed of a pass."""
+"""The product of activations and weights, the operation that decides the speed of a pass."""
 
 from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
 
-# A decode pass has at most as many rows as tokens in its trees; more come from prefill or training.
-_FEW_ROWS = 64
 # With fewer 16-bit rows TPUs and CPUs leave their matrix units for a slower path.
 _LEAST_ROWS = 8
 
 
 @jax.custom_vjp
 def matmul(x: jax.Array, weight: jax.Array) -> jax.Array:
-    """x [..., I] @ weight.T, weight [O, I] -> f32 [..., O], multiplied in the weight's dtype.
+    """x [..., I] @ weight.T, weight [O, I] -> f32 [..., O].
 
-    Both products of the backward pass multiply in that dtype too: without this rule the f32
+    Numbers are multiplied in the weight's dtype and summed in f32. An f32 x meets a bf16 weight in
+    two parts, which together keep 16 bits of its mantissa: rounded to the 8 of bf16, the last bits
+    of x would decide over whole units of the next product, and a token that is read alone would
+    come out otherwise than among others.
+
+    Both products of the backward pass multiply in the weight's dtype too: without this rule the f32
     cotangent would turn each of them into a product in f32.
     """
-    x = x.astype(weight.dtype)
-    rows = x.size // x.shape[-1]
-    if rows > _FEW_ROWS:
-        return _by_rows(x, weight)
-    flat = x.reshape(rows, x.shape[-1])
-    if rows < _LEAST_ROWS and weight.dtype.itemsize == 2:
-        flat = jnp.pad(flat, ((0, _LEAST_ROWS - rows), (0, 0)))
-    y = jax.lax.platform_dependent(flat, weight, cpu=_by_weights, default=_by_rows)
-    return y[:rows].reshape(*x.shape[:-1], weight.shape[0])
-
-
-def _by_rows(x: jax.Array, weight: jax.Array) -> jax.Array:
-    return jax.lax.dot_general(
-        x, weight, (((x.ndim - 1,), (1,)), ((), ())), preferred_element_type=jnp.float32
+    rows = x.reshape(-1, x.shape[-1])
+    count = len(rows)
+    if (x.dtype, weight.dtype) == (jnp.float32, jnp.bfloat16):
+        # reduce_precision, because XLA may leave out a cast to bf16 and back.
+        high = jax.lax.reduce_precision(rows, exponent_bits=8, mantissa_bits=7)
+        rows = jnp.concatenate([high, rows - high])
+    rows = rows.astype(weight.dtype)
+    if len(rows) < _LEAST_ROWS and weight.dtype.itemsize == 2:
+        rows = jnp.pad(rows, ((0, _LEAST_ROWS - len(rows)), (0, 0)))
+    y = jax.lax.dot_general(
+        rows, weight, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32
     )
-
-
-def _by_weights(x: jax.Array, weight: jax.Array) -> jax.Array:
-    """The same with the weight as left operand: XLA's CPU products repack the right one.
-
-    The barrier keeps XLA from turning it back.
-    """
-    y = jax.lax.dot_general(weight, x, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
-    return jax.lax.optimization_barrier(y).T
+    if (x.dtype, weight.dtype) == (jnp.float32, jnp.bfloat16):
+        y = y[:count] + y[count : 2 * count]
+    return y[:count].reshape(*x.shape[:-1], len(weight))
 
 
 def _matmul_forward(

@@ -86,7 +86,7 @@ class Target(nn.Module):
         return self.embed_tokens[tokens]
 
     def normalize(self, hidden: jax.Array) -> jax.Array:
-        """The final norm: [..., D] -> f32 [..., D]."""
+        """The final norm: [..., D] -> [..., D] in the same dtype."""
         return self.norm(hidden)
 
     def logits(self, hidden: jax.Array) -> jax.Array:

@@ -66,7 +66,7 @@ def load(
         name of a repository on the Hugging Face hub (its cache and offline mode are honoured).
       draft: the head, likewise; without it the model generates plainly.
       dtype: "float32" or "bfloat16"; by default float32 on CPU and bfloat16 elsewhere. On CPU,
-        bfloat16 holds for the matrix products; activations and caches stay in float32.
+        bfloat16 holds for the weights; activations and caches stay in float32 (see matmul.py).
 
     Raises:
       ValueError: arguments that do not fit together, or a name that is not known.
@@ -86,7 +86,7 @@ def load(
 
     source, tokenizer = open_target(target)
     if on_cpu and compute == jnp.bfloat16:
-        # bf16 products can be fast on a CPU; bf16 activations and caches are slow.
+        # bf16 products can be fast on a CPU; bf16 caches are slow.
         config, params = load_target(
             source,
             jnp.float32,

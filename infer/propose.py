@@ -108,7 +108,7 @@ def propose(
     frontier = np.zeros(1, np.int32)  # the nodes whose children come next
     for depth in range(1, tree.depth + 1):
         level = tree.level(depth)
-        logits = matmul(features, draft.lm_rows)  # [B, F, W]
+        logits = matmul(features.astype(state.dtype), draft.lm_rows)  # [B, F, W]
         level_noise = jnp.take(noise[depth - 1], draft.token_ids, axis=1)
         scores = jax.vmap(process, in_axes=(1, None), out_axes=1)(logits, sampling)
         scores = scores + level_noise[:, None]

@@ -142,8 +142,11 @@ def loss_weights(config: DistillConfig) -> LossWeights:
 
 
 def load_target_model(config: DistillConfig) -> Model:
-    """The frozen target, its products in the run's dtype."""
+    """The frozen target, its weights and activations in the run's dtype."""
     model = load(target=config.target, dtype=config.dtype)
+    # On a CPU `load` keeps activations in float32, which generation wants and training need not.
+    tokens = model.params["embed_tokens"].astype(config.dtype)
+    model = dataclasses.replace(model, params=model.params | {"embed_tokens": tokens})
     if model.tokenizer is None:
         raise ValueError(f"{config.target} has no tokenizer, which training data needs")
     return model

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 
 from clover_jax.config import DraftConfig
 from clover_jax.draft import DraftHead
+from clover_jax.matmul import matmul
 from train.segments import Samples, block_mask, positions, supervised
 
 
@@ -92,15 +93,12 @@ def distillation_loss(
     # Head 0 has the most positions: what it counts at t is taught by t + 1.
     taught = jnp.roll(counted[0], 1)
     mean_square = jnp.sum(jnp.where(taught[:, None], jnp.square(goal), 0.0)) / width
-    # Laid out once: as part of a chunk's product the transpose would be made for every chunk.
-    lm_head = jax.lax.optimization_barrier(vocabulary.lm_rows.T)
     lesson = Lesson(
         goal=goal,
-        mean_row=_mean_rows(goal, taught, lm_head, vocabulary.lm_rows, chunk),
+        mean_row=_mean_rows(goal, taught, vocabulary.lm_rows, chunk),
         inverse_rms=jax.lax.rsqrt(mean_square / jnp.maximum(count[0], 1.0) + 1e-6),
         tokens=jnp.asarray(samples.tokens).reshape(-1),
         counted=counted,
-        lm_head=lm_head,
         vocabulary=vocabulary,
     )
     share = weights.decay ** jnp.arange(config.num_steps) / jnp.maximum(count, 1.0)
@@ -160,7 +158,6 @@ class Lesson(NamedTuple):
       inverse_rms: f32 scalar, 1 / RMS of the goals.
       tokens: int32 [N].
       counted: bool [I, N].
-      lm_head: [D, W], `lm_rows` transposed.
       vocabulary: what the head proposes from.
     """
 
@@ -169,7 +166,6 @@ class Lesson(NamedTuple):
     inverse_rms: jax.Array
     tokens: jax.Array
     counted: jax.Array
-    lm_head: jax.Array
     vocabulary: Vocabulary
 
 
@@ -202,7 +198,7 @@ def _chunk_loss(
     for i in range(heads):
         feature, goal = features[i], lesson.goal[ahead(1 + i)]  # [R, D]
         use = lesson.counted[i, rows] & inside
-        logits = _product(jax.lax.stop_gradient(feature), lesson.lm_head)  # [R, W]
+        logits = _logits(jax.lax.stop_gradient(feature), vocabulary.lm_rows)
         partition, mean_row, best = _partition(logits, vocabulary.lm_rows)
         # CE = log Z(f) - f . (target's mean row), and d log Z / df is the head's own mean row: the
         # tangent says both, without differentiating through the logits.
@@ -225,26 +221,25 @@ def _chunk_loss(
     return sum((jnp.sum(scale[name] * sums[name]) for name in scale), jnp.float32(0)), sums
 
 
+def _logits(feature: jax.Array, lm_rows: jax.Array) -> jax.Array:
+    """f32 [R, W], multiplied in the dtype of the rows."""
+    return matmul(feature.astype(lm_rows.dtype), lm_rows)
+
+
 def _partition(logits: jax.Array, lm_rows: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Of logits [R, W]: log Z [R], mean of `lm_rows` under the softmax [R, D], maximum [R]."""
     best = jnp.max(logits, axis=-1)
     weights = jnp.exp(logits - best[:, None])
     total = jnp.sum(weights, axis=-1)
-    return jnp.log(total) + best, _product(weights, lm_rows) / total[:, None], best
+    mean_row = jnp.dot(weights.astype(lm_rows.dtype), lm_rows, preferred_element_type=jnp.float32)
+    return jnp.log(total) + best, mean_row / total[:, None], best
 
 
-def _product(x: jax.Array, y: jax.Array) -> jax.Array:
-    """x @ y in y's dtype, f32."""
-    return jnp.dot(x.astype(y.dtype), y, preferred_element_type=jnp.float32)
-
-
-def _mean_rows(
-    goal: jax.Array, taught: jax.Array, lm_head: jax.Array, lm_rows: jax.Array, chunk: int
-) -> jax.Array:
+def _mean_rows(goal: jax.Array, taught: jax.Array, lm_rows: jax.Array, chunk: int) -> jax.Array:
     """The mean of `lm_rows` under the target's distribution at the rows of `taught`: f32 [N, D]."""
 
     def add(rows: jax.Array, _: jax.Array, mean_row: jax.Array) -> jax.Array:
-        _, fresh, _ = _partition(_product(goal[rows], lm_head), lm_rows)
+        _, fresh, _ = _partition(_logits(goal[rows], lm_rows), lm_rows)
         return mean_row.at[rows].set(fresh)
 
     return _over_chunks(add, taught, chunk, jnp.zeros(goal.shape, jnp.float32))

@@ -106,7 +106,9 @@ def batch_loss(
     if hidden is None:
         hidden = read_target(recipe.target, frozen.target, samples)
     hidden = hidden.astype(frozen.vocabulary.embedding.dtype)
-    normalized = Target(recipe.target).apply({"params": frozen.target}, hidden, method="normalize")
+    normalized = Target(recipe.target).apply(
+        {"params": frozen.target}, hidden.astype(jnp.float32), method="normalize"
+    )
     return distillation_loss(
         recipe.draft,
         recipe.loss,
