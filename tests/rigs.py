@@ -33,6 +33,7 @@ from infer.load import Model, ready_draft
 from infer.sampling import Sampling, gumbel_noise, process
 from train.initialize import initialize_head
 from train.loss import LossWeights, Vocabulary
+from train.segments import Samples
 from train.step import Frozen, Recipe, TrainState, make_optimizer, train_step
 
 Params = dict[str, Any]
@@ -166,12 +167,13 @@ def _overfitted(model: Model, texts: list[list[int]], steps: int) -> Model:
     optimizer, _ = make_optimizer(1e-2, steps, 20, 0.0, 1.0)
     width = max(map(len, texts))
     tokens = jnp.asarray([t + [0] * (width - len(t)) for t in texts])
-    mask = jnp.arange(width) < jnp.asarray([[len(t)] for t in texts])
+    inside = jnp.arange(width) < jnp.asarray([[len(t)] for t in texts])
+    samples = Samples(tokens, inside, inside.astype(jnp.int32))
 
     @jax.jit
     def train(state: TrainState) -> TrainState:
         def step(_: int, state: TrainState) -> TrainState:
-            return train_step(recipe, optimizer, state, frozen, tokens, mask)[0]
+            return train_step(recipe, optimizer, state, frozen, samples)[0]
 
         return jax.lax.fori_loop(0, steps, step, state)
 

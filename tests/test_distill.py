@@ -507,7 +507,7 @@ def test_every_head_learns_every_place_of_an_answer(overfitted: Run) -> None:
     """Head i at t says token t+2+i: the first three of an answer, its last, and its end."""
     model = overfitted.model
     head = load_head(overfitted.head, model.config, jnp.dtype(jnp.float32))
-    user = "new words"
+    user = tiny_chat.random_text(np.random.default_rng(0), 3, 9)  # the first of the run
     tokens = [tiny_chat.USER, *tiny_chat.ids(user), tiny_chat.END, tiny_chat.BOT]
     first = len(tokens)
     tokens = np.array([[*tokens, *tiny_chat.ids(CYCLE), tiny_chat.END]])

@@ -91,7 +91,7 @@ def test_the_rigs_accept_what_they_should():
         assert exact.accepted_by_depth == [1.0] * 6 + [pytest.approx(7 / 8)]
         misled = run(rig_m(noise=0.5), "paper", **settings).accepted_by_depth
         assert misled[0] > 0.6
-        assert misled[1] < 0.98
+        assert misled[1] < 0.99
         assert run(rig_r(), "wide", **settings).accepted_by_depth[0] > 0.95
     assert run(rig_o(), "paper").tokens_per_pass > 3
     assert run(rig_o(), "paper").accepted_by_depth[4] > 0.1

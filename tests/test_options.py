@@ -104,9 +104,11 @@ def test_help_explains_every_field(script, config, capsys) -> None:
 
 OTHER = {
     "target": "folder",
+    "init": "a head",
     "data": ("a.jsonl", "b/*.jsonl"),
     "output": "elsewhere",
     "max_length": 12,
+    "join": True,
     "features": "cached",
     "eval_fraction": 0.25,
     "batch_size": 2,
