@@ -23,6 +23,7 @@ from infer.call import Call, prepare
 from infer.load import Model
 from infer.propose import propose
 from infer.sampling import gumbel_noise
+from train.step import cast_weights
 
 RIGS: dict[str, Callable[[], Model]] = {
     "M": rig_m,
@@ -74,6 +75,23 @@ def test_speculative_equals_plain(rig, tree):
     for name, settings in SETTINGS.items():
         fast = speculative_generate(model, PROMPTS, NEW, seed=SEED, tree=TREES[tree], **settings)
         check_same(model, PROMPTS, plainly(rig, name), fast, **settings)
+
+
+@pytest.mark.parametrize("rig", ["R", "O"])
+def test_bfloat16_weights_under_float32_activations(rig):
+    """As `load` gives them on a CPU."""
+    model = RIGS[rig]()
+    params = cast_weights(model.params, jnp.bfloat16)
+    params["lm_head"] = params["lm_head"].astype(jnp.bfloat16)
+    draft = model.draft._replace(
+        params=cast_weights(model.draft.params, jnp.bfloat16), lm_rows=params["lm_head"]
+    )
+    model = dataclasses.replace(model, params=params, draft=draft)
+    for name in ("greedy", "nucleus"):
+        plain = generate(model, PROMPTS, NEW, seed=SEED, **SETTINGS[name])
+        assert plain.token_ids != plainly(rig, name).token_ids  # so the weights did change
+        fast = speculative_generate(model, PROMPTS, NEW, seed=SEED, **SETTINGS[name])
+        assert fast.token_ids == plain.token_ids
 
 
 def test_the_rigs_accept_what_they_should():
