@@ -23,7 +23,8 @@ def matmul(x: jax.Array, weight: jax.Array) -> jax.Array:
     """
     rows = x.reshape(-1, x.shape[-1])
     count = len(rows)
-    if (x.dtype, weight.dtype) == (jnp.float32, jnp.bfloat16):
+    in_two_parts = (x.dtype, weight.dtype) == (jnp.float32, jnp.bfloat16)
+    if in_two_parts:
         # reduce_precision, because XLA may leave out a cast to bf16 and back.
         high = jax.lax.reduce_precision(rows, exponent_bits=8, mantissa_bits=7)
         rows = jnp.concatenate([high, rows - high])
@@ -33,7 +34,7 @@ def matmul(x: jax.Array, weight: jax.Array) -> jax.Array:
     y = jax.lax.dot_general(
         rows, weight, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32
     )
-    if (x.dtype, weight.dtype) == (jnp.float32, jnp.bfloat16):
+    if in_two_parts:
         y = y[:count] + y[count : 2 * count]
     return y[:count].reshape(*x.shape[:-1], len(weight))
 

@@ -74,7 +74,7 @@ def first_difference(
 
     scores = forced_scores(model, prompt, expected[:at], temperature, seed)
     gap = float(scores.max() - min(scores[expected[at]], scores[found[at]]))
-    dtype = model.params["layers_0"]["mlp"]["up_proj"]["weight"].dtype.name
+    dtype = model.params["embed_tokens"].dtype.name  # of the activations, which is what is rounded
     return Difference(at, expected[at], found[at], gap, near_tie=gap <= _ROUNDING[dtype])
 
 

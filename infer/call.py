@@ -49,6 +49,11 @@ def prepare(
     seed: int | Sequence[int],
     tree: Tree,
 ) -> Call:
+    """Checks the arguments of `engine.generate`, and picks the bucket.
+
+    Raises:
+      ValueError: a prompt or a setting that cannot be used, with the numbers.
+    """
     ids = [encode_prompt(model.tokenizer, p) for p in _as_list(prompts)]
     rows = len(ids)
     budget = _per_row("max_new_tokens", max_new_tokens, rows, np.int32, 0, 2**31 - 1)

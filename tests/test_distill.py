@@ -647,6 +647,17 @@ def test_samples_end_with_the_context(settings: DistillConfig, straight: Run) ->
     assert max(training.longest(), held_back.longest()) == 16
 
 
+def test_joined_rows_end_with_the_context_too(
+    settings: DistillConfig, training_set: Corpus
+) -> None:
+    joined = dataclasses.replace(settings, join=True, max_length=100)
+    assert distill.arrange(joined, training_set, context=1000).length == 100
+    rows = distill.arrange(joined, training_set, context=80)
+    assert rows.length == 80
+    assert rows.segments.max() == 1
+    assert distill.arrange(settings, training_set, context=80).segments.max() > 1
+
+
 def test_a_target_without_tokenizer(settings: DistillConfig, tmp_path: Path) -> None:
     folder = tiny_chat.random_model(tmp_path / "target")
     for file in folder.glob("*token*"):

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from train import features
-from train.features import cached_hidden, hidden_of_batch
+from train.features import cached_hidden
 from train.packing import Batches, Rows
 from train.records import DataError
 from train.segments import Samples
@@ -153,7 +153,7 @@ def test_a_full_disk_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 def test_the_states_of_a_batch(tmp_path: Path) -> None:
     states = compute(tmp_path, Target())
     batch = Batches(ROWS, 4, seed=0).batch_at(3)
-    ours = hidden_of_batch(states, batch)
+    ours = states[batch.row_ids]
     assert ours.dtype == jnp.bfloat16
     assert not isinstance(ours, np.memmap)
     np.testing.assert_array_equal(

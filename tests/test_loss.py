@@ -167,6 +167,15 @@ def test_against_the_naive_loss(vocab: np.ndarray | None, chunk: int) -> None:
         np.testing.assert_allclose(ours, its, rtol=1e-4, atol=1e-6)
 
 
+def test_a_single_head_is_the_first_of_several() -> None:
+    c, config = case(None), draft_config(None)
+    (_, metrics), _ = of_case(config, 5, c)
+    (loss, alone), _ = of_case(dataclasses.replace(config, num_steps=1), 5, c)
+    for name, value in alone.items():
+        np.testing.assert_allclose(value, metrics[name][:1], rtol=1e-6, err_msg=name)
+    np.testing.assert_allclose(loss, total_loss(WEIGHTS, alone), rtol=1e-6)
+
+
 def test_total_of_the_terms() -> None:
     means = {"loss_hidden": np.array([1.0, 2.0]), "loss_ce": np.array([3.0, 5.0])}
     assert total_loss(LossWeights(0.5, 10.0, 2.0), means) == pytest.approx(16 + 0.5 * 30)

@@ -34,7 +34,7 @@ from infer.load import Model, load
 from train.checkpoint import Checkpoints
 from train.config import DistillConfig
 from train.data import Corpus, load_corpus, split, token_frequencies
-from train.features import cached_hidden, hidden_of_batch
+from train.features import cached_hidden
 from train.initialize import initialize_head
 from train.loss import LossWeights, Vocabulary, total_loss
 from train.metrics import Meter, report_evaluation
@@ -49,6 +49,8 @@ from train.step import (
     read_target,
     train_step,
 )
+
+compiled_read = jax.jit(read_target, static_argnums=0)
 
 
 def distill(config: DistillConfig) -> Path:
@@ -71,7 +73,8 @@ def distill(config: DistillConfig) -> Path:
     )
     frozen = freeze(recipe, model, draft_ids)
 
-    rows, held_back_rows = arrange(config, corpus), arrange(config, held_back)
+    context = model.config.max_position_embeddings
+    rows, held_back_rows = (arrange(config, c, context) for c in (corpus, held_back))
     batches = Batches(rows, config.batch_size, config.seed)
     total = max(round(config.epochs * len(rows) / config.batch_size), 1)
     print(f"{len(rows)} rows of {rows.length} tokens, {rows.padding():.1%} padding; {total} steps")
@@ -104,7 +107,7 @@ def distill(config: DistillConfig) -> Path:
         meter = Meter(bar, writer, schedule)
         for index in range(first, total):
             batch = batches.batch_at(index)
-            hidden = None if states is None else hidden_of_batch(states, batch)
+            hidden = None if states is None else states[batch.row_ids]
             state, metrics = step(state, frozen, batch.samples, hidden)
             meter.count(batch)
             if (index + 1) % config.log_every == 0 or index + 1 == total:
@@ -177,9 +180,11 @@ def read_data(config: DistillConfig, model: Model) -> tuple[Corpus, Corpus]:
     return training, held_back
 
 
-def arrange(config: DistillConfig, corpus: Corpus) -> Rows:
+def arrange(config: DistillConfig, corpus: Corpus, context: int) -> Rows:
     """The samples in rows, one after another or, if they are joined, as one long sample each."""
-    return pack(corpus, config.max_length).joined() if config.join else pack(corpus)
+    if not config.join:
+        return pack(corpus)
+    return pack(corpus, min(config.max_length, context)).joined()
 
 
 def choose_draft_vocabulary(
@@ -242,20 +247,19 @@ def read_ahead(
     """The target's hidden states of all rows if they are to be cached, [N, T, D]."""
     if config.features == "online":
         return None
-    read = jax.jit(functools.partial(read_target, recipe.target))
     return cached_hidden(
         folder,
         identity | {"row_length": rows.length, "join": config.join, "dtype": config.dtype},
         rows,
         recipe.target.hidden_size,
         config.batch_size,
-        functools.partial(read, frozen.target),
+        functools.partial(compiled_read, recipe.target, frozen.target),
     )
 
 
 def new_head(seed: int, recipe: Recipe, frozen: Frozen, batch: Batch) -> dict[str, Any]:
     """Parameters of a new head, scaled to the target's hidden states on one batch."""
-    hidden = jax.jit(functools.partial(read_target, recipe.target))(frozen.target, batch.samples)
+    hidden = compiled_read(recipe.target, frozen.target, batch.samples)
     # The median: the first token's state is many times larger than any other.
     rms = jnp.sqrt(jnp.mean(jnp.square(hidden.astype(jnp.float32)), axis=-1))
     typical = float(np.median(np.asarray(rms)[batch.samples.segments > 0]))

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from tqdm import tqdm
 
-from train.packing import Batch, Rows, batches_in_order
+from train.packing import Rows, batches_in_order
 from train.records import DataError
 from train.segments import Samples
 
@@ -86,11 +86,6 @@ def cached_hidden(
     if done < len(rows):
         save(len(rows))
     return array
-
-
-def hidden_of_batch(states: np.ndarray, batch: Batch) -> np.ndarray:
-    """bfloat16 [B, T, D] of a full batch."""
-    return states[batch.row_ids]
 
 
 def _rows_done(progress: Path, identity: Mapping[str, Any]) -> int:

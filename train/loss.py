@@ -192,7 +192,7 @@ def _chunk_loss(
         return jnp.minimum(rows + offset, last)
 
     vocabulary = lesson.vocabulary
-    drafted = lesson.tokens[jnp.stack([ahead(1 + i) for i in range(1, heads)])]
+    drafted = lesson.tokens[jnp.minimum(rows + jnp.arange(2, heads + 1)[:, None], last)]
     features = head_features(config, params, state, vocabulary.embedding[drafted])
     terms = []
     for i in range(heads):
