@@ -122,6 +122,8 @@ class DraftConfig:
       num_steps: draft positions supervised in training (the paper's 5 heads).
       draft_vocab_size: rows of the LM head the draft proposes from.
       embedding: which of the target's matrices embeds the chosen token.
+      copy_bias: what the logit of a copied token gains when 1, 2, ... tokens before it agree (the
+        last value for all beyond); empty for a head that does not copy. See copying.py.
     """
 
     block: TargetConfig
@@ -129,6 +131,7 @@ class DraftConfig:
     draft_vocab_size: int
     num_steps: int = 5
     embedding: Literal["embed_tokens", "lm_head"] = "embed_tokens"
+    copy_bias: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         width = self.block.hidden_size

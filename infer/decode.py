@@ -76,11 +76,10 @@ class DecodeState:
     """Everything that changes from step to step.
 
     Attributes:
-      output: int32 [B, S], new tokens.
-      emitted: int32 [B], how many there are.
+      tokens: int32 [B, S], the prompt and after it the new tokens.
+      emitted: int32 [B], how many of them are new.
       ended: bool [B], the last one is an end-of-sequence token.
-      length: int32 [B], tokens in the caches.
-      root: int32 [B], the last token, not yet in the caches.
+      length: int32 [B], tokens in the caches: all but the last one, the root of the next tree.
       target_cache: keys and values of every layer.
       draft_cache: the head's, alike; () without a head.
       draft_state: [B, D], s_0 at the root; without a head it stays 0.
@@ -88,11 +87,10 @@ class DecodeState:
       accepted: int32 [B, L], verify passes that emitted at least 1, 2, ... tokens.
     """
 
-    output: jax.Array
+    tokens: jax.Array
     emitted: jax.Array
     ended: jax.Array
     length: jax.Array
-    root: jax.Array
     target_cache: kv.KVCache
     draft_cache: kv.KVCache
     draft_state: jax.Array
@@ -173,12 +171,12 @@ def prefill(
     noise = gumbel_noise(request.sampling, prompt_length, target_config.vocab_size)
     first = choose(logits, noise, request.sampling)
     wanted = request.budget > 0
+    rows = jnp.arange(batch)
     state = DecodeState(
-        output=jnp.zeros((batch, slots), jnp.int32).at[:, 0].set(first),
+        tokens=prompt[:, :slots].at[rows, prompt_length].set(first, mode="drop"),
         emitted=wanted.astype(jnp.int32),
         ended=wanted & jnp.isin(first, request.eos_ids),
         length=prompt_length - 1,
-        root=first,
         target_cache=target_cache,
         draft_cache=draft_cache,
         draft_state=jnp.zeros_like(last_hidden),
@@ -215,14 +213,17 @@ def decode_step(
         gumbel_noise(sampling, state.length + 1 + depth, shape.target.vocab_size)
         for depth in range(tree.depth + 1)
     ]
-    tokens = state.root[:, None]
     head = _head(shape.draft, weights)
-    if head is not None:
-        tokens = propose(*head, tree, state.draft_state, state.root, noise, sampling)
+    if head is None:
+        drafted = jnp.take_along_axis(state.tokens, state.length[:, None], axis=1)
+    else:
+        drafted = propose(
+            *head, tree, state.draft_state, state.tokens, state.length, noise, sampling
+        )
 
     positions = state.length[:, None] + tree.depths
-    hidden, new, logits = _verify(shape, weights, state, jnp.maximum(tokens, 0), positions)
-    path = accept(tree, tokens, logits, noise, sampling)
+    hidden, new, logits = _verify(shape, weights, state, jnp.maximum(drafted, 0), positions)
+    path = accept(tree, drafted, logits, noise, sampling)
 
     active = running(state, request)
     room_left = request.budget - state.emitted
@@ -233,16 +234,14 @@ def decode_step(
 
     steps = jnp.arange(tree.depth + 1)
     emitted_here = steps < count[:, None]  # [B, L]
-    rows = jnp.arange(tokens.shape[0])[:, None]
-    where = jnp.where(emitted_here, state.emitted[:, None] + steps, state.output.shape[1])
-    last = jnp.maximum(count - 1, 0)[:, None]
+    rows = jnp.arange(drafted.shape[0])[:, None]
+    where = jnp.where(emitted_here, state.length[:, None] + 1 + steps, slots)
     written = _slots_of_path(tree, path, emitted_here, positions, slots)
     state = dataclasses.replace(
         state,
-        output=state.output.at[rows, where].set(path.tokens, mode="drop"),
+        tokens=state.tokens.at[rows, where].set(path.tokens, mode="drop"),
         emitted=state.emitted + count,
         ended=state.ended | (active & (until_eos <= count)),
-        root=jnp.where(active, jnp.take_along_axis(path.tokens, last, axis=1)[:, 0], state.root),
         target_cache=kv.commit(state.target_cache, new, written, hidden),
         passes=state.passes + active,
         accepted=state.accepted + emitted_here,

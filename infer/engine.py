@@ -145,10 +145,12 @@ def stream(
 
 def _pieces(model: Model, call: Call) -> Iterator[str]:
     state, sent = _start(call), ""
+    first = int(call.prompt_length[0])
     while True:
         count = int(state.emitted[0])
         done = bool(state.ended[0]) or count >= int(call.request.budget[0])
-        tokens = np.asarray(state.output)[0, :count].tolist()  # on the host: a slice compiles
+        written = np.asarray(state.tokens)  # on the host: a slice compiles
+        tokens = written[0, first : first + count].tolist()
         text = _text(model, tokens) if done else _settled_text(model, tokens)
         if len(text) > len(sent):
             yield text[len(sent) :]
@@ -195,10 +197,13 @@ def _run(call: Call) -> tuple[DecodeState, float, float]:
 def _finish(
     model: Model, call: Call, state: DecodeState, prefill_seconds: float, decode_seconds: float
 ) -> Generation:
-    output, emitted, ended, passes, accepted = jax.device_get(
-        (state.output, state.emitted, state.ended, state.passes, state.accepted)
+    written, prompts, emitted, ended, passes, accepted = jax.device_get(
+        (state.tokens, call.prompt_length, state.emitted, state.ended, state.passes, state.accepted)
     )
-    tokens = [row[:count].tolist() for row, count in zip(output, emitted, strict=True)]
+    tokens = [
+        row[start : start + count].tolist()
+        for row, start, count in zip(written, prompts, emitted, strict=True)
+    ]
     verified = int(np.sum(passes - 1))
     by_depth = accepted.sum(axis=0)[1:] / max(verified, 1)
     later = int(np.sum(np.maximum(emitted - 1, 0)))

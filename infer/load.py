@@ -213,4 +213,5 @@ def ready_draft(
         lm_rows=rows if draft_ids is None else rows[ids],
         token_ids=ids.astype(jnp.int32),
         embedding=embed if config.embedding == "embed_tokens" else rows,
+        lm_head=rows,
     )

@@ -1,7 +1,7 @@
 """Drafting: the head reads what was accepted, and fills the tree level by level.
 
-Axes: B batch, T tokens, N tree nodes, F nodes of one level, D model, W draft vocabulary,
-V vocabulary.
+Axes: B batch, S tokens of the text, T tokens, N tree nodes, F nodes of one level, M tokens that are
+compared to copy, D model, W draft vocabulary, V vocabulary.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import numpy as np
 
 from clover_jax import cache as kv
 from clover_jax.config import DraftConfig
+from clover_jax.copying import last_tokens, longest_match
 from clover_jax.draft import DraftHead
 from clover_jax.matmul import matmul
 from clover_jax.target import causal_mask
@@ -30,12 +31,14 @@ class Draft(NamedTuple):
       lm_rows: [W, D], rows of the target's LM head for the tokens it may propose.
       token_ids: int32 [W], those tokens.
       embedding: [V, D], e: the target's token embedding or its LM head.
+      lm_head: [V, D], the target's: any token may be copied from the text.
     """
 
     params: Any
     lm_rows: jax.Array
     token_ids: jax.Array
     embedding: jax.Array
+    lm_head: jax.Array
 
 
 def read(
@@ -82,6 +85,7 @@ def propose(
     draft: Draft,
     tree: Tree,
     state: jax.Array,
+    text: jax.Array,
     root: jax.Array,
     noise: Sequence[jax.Array],
     sampling: Sampling,
@@ -93,7 +97,8 @@ def propose(
 
     Args:
       state: [B, D], s_0 at the root.
-      root: int32 [B], the root's token.
+      text: int32 [B, S], the tokens so far.
+      root: int32 [B], where the last of them, the root, lies.
       noise: per depth 1.. of the tree, f32 [B, V].
 
     Returns:
@@ -102,19 +107,22 @@ def propose(
     """
     head = DraftHead(config)
     variables = {"params": draft.params}
-    tokens = root[:, None]
+    tokens = jnp.take_along_axis(text, root[:, None], axis=1)
+    ending = last_tokens(text, root[:, None], len(config.copy_bias))  # [B, F, M]
     states, features = state[:, None], head.apply(variables, state, method="first_features")
     features = features[:, None]  # [B, F, D], F = 1
     frontier = np.zeros(1, np.int32)  # the nodes whose children come next
     for depth in range(1, tree.depth + 1):
         level = tree.level(depth)
-        logits = matmul(features.astype(state.dtype), draft.lm_rows)  # [B, F, W]
-        level_noise = jnp.take(noise[depth - 1], draft.token_ids, axis=1)
+        logits, candidates = _candidates(
+            config, draft, features.astype(state.dtype), text, root, ending
+        )
         scores = jax.vmap(process, in_axes=(1, None), out_axes=1)(logits, sampling)
-        scores = scores + level_noise[:, None]
+        rows = jnp.arange(len(text))[:, None, None]
+        scores = scores + noise[depth - 1][rows, candidates]
         wanted = int(tree.ranks[level].max()) + 1
         _, best = jax.lax.top_k(scores, min(wanted, scores.shape[-1]))
-        children = draft.token_ids[best]
+        children = jnp.take_along_axis(candidates, best, axis=-1)
         children = jnp.pad(
             children, ((0, 0), (0, 0), (0, wanted - best.shape[-1])), constant_values=-1
         )
@@ -129,5 +137,38 @@ def propose(
         states, features = head.apply(
             variables, states[:, parent[inner]], embeddings, method="extend"
         )
+        own = level_tokens[:, inner, None]
+        ending = jnp.concatenate([own, ending[:, parent[inner]]], axis=2)[..., : ending.shape[2]]
         frontier = level[inner]
     return tokens
+
+
+def _candidates(
+    config: DraftConfig,
+    draft: Draft,
+    features: jax.Array,
+    text: jax.Array,
+    root: jax.Array,
+    ending: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """What may follow each node: logits f32 [B, F, W + 1] and tokens int32 [B, F, W + 1].
+
+    The last candidate is copied from the text, and ruled out where nothing matches; without
+    copying there are only W.
+
+    Args:
+      features: [B, F, D], what the LM head reads.
+      ending: int32 [B, F, M], the tokens that end in each node.
+    """
+    logits = matmul(features, draft.lm_rows)
+    candidates = jnp.broadcast_to(draft.token_ids, logits.shape)
+    if not config.copy_bias:
+        return logits, candidates
+    match = longest_match(text, root[:, None], ending)
+    copied = jnp.take_along_axis(text, match.place, axis=1)[..., None]  # [B, F, 1]
+    bias = jnp.asarray((-jnp.inf, *config.copy_bias), jnp.float32)[match.length]
+    row = draft.lm_head[copied[..., 0]].astype(jnp.float32)
+    logit = jnp.sum(features.astype(jnp.float32) * row, axis=-1) + bias
+    twice = (candidates == copied) & (match.length > 0)[..., None]
+    logits = jnp.concatenate([jnp.where(twice, -jnp.inf, logits), logit[..., None]], axis=-1)
+    return logits, jnp.concatenate([candidates, copied], axis=-1)

@@ -2,8 +2,9 @@
 
 M  Blocks that output zero and an embedding that is the identity: the next token depends on the last
    one alone, its logits are a row of a known table, and greedy output is the cycle i, i+1, ...
-   Its head's parameters are set so that the draft's logits equal the target's, or miss them a bit.
-R  Random weights with large margins: all of the context matters. Its head is random too.
+   Its head's parameters are set so that the draft's logits equal the target's, or miss them a bit;
+   the latter also copies from the text.
+R  Random weights with large margins: all of the context matters. Its head is random, and copies.
 O  R's target under a head that was overfitted on what that target says to the prompts below.
 
 All of them share one config, so that they share compiled programs too.
@@ -41,6 +42,7 @@ Params = dict[str, Any]
 SEED = 11  # of what rig O's head has learnt
 NEAR = 1e-4  # two scores closer than this may change places by rounding
 CONTEXT = 900  # longer than three prompt chunks, and no power of two
+COPY_BIAS = (0.5, 2.0, 4.0)
 NEW = 64  # tokens to generate, for all tests that share a compiled program
 CONFIG = TargetConfig(
     vocab_size=32,
@@ -93,7 +95,9 @@ def rig_m(config: TargetConfig = CONFIG, noise: float = 0.0) -> Model:
     params = _fill(abstract_params(config), functools.partial(_silent, size=size))
     # The final norm turns the one-hot embedding i into sqrt(V) times itself.
     params["lm_head"] = jnp.asarray(logits.T / size**0.5)
-    draft_config = dataclasses.replace(DraftConfig.for_target(config, num_layers=1))
+    draft_config = dataclasses.replace(
+        DraftConfig.for_target(config, num_layers=1), copy_bias=COPY_BIAS if noise else ()
+    )
     head = _fill(_head_shapes(draft_config), functools.partial(_silent, size=size))
     rng = np.random.default_rng(3)
     for name in ("fc1", "fc2"):
@@ -142,7 +146,9 @@ def rig_r(config: TargetConfig = CONFIG) -> Model:
 
     params = _fill(abstract_params(config), weight)
     draft_config = DraftConfig.for_target(config, num_layers=1)
-    return _model(config, params, draft_config, _fill(_head_shapes(draft_config), weight))
+    head = _fill(_head_shapes(draft_config), weight)
+    draft_config = dataclasses.replace(draft_config, copy_bias=COPY_BIAS)
+    return _model(config, params, draft_config, head)
 
 
 @functools.cache

@@ -13,7 +13,7 @@ import tiny_chat
 from infer.load import Model, load
 from train import synthesize
 from train.data import load_corpus
-from train.synthesize import SynthesizeConfig, resume, user_turn_prefix, write_batch
+from train.synthesize import SynthesizeConfig, read_openings, resume, user_turn_prefix
 
 BATCH = 6
 
@@ -43,6 +43,10 @@ def config(**fields: Any) -> SynthesizeConfig:
         answer_temperatures=(1.0, 0.8),
     )
     return dataclasses.replace(base, **fields)
+
+
+def write_batch(model: Model, settings: SynthesizeConfig, index: int = 0) -> Any:
+    return synthesize.write_batch(model, settings, read_openings(settings), index)
 
 
 def argv(target: Path, output: Path, **fields: Any) -> list[str]:
@@ -185,7 +189,9 @@ class Script:
         said = self.turns[len(self.calls)]
         asked = [prompt for prompt, tokens in zip(prompts, budget, strict=True) if tokens]
         assert len(asked) == len(said)
-        assert len(prompts) == self.batch_size  # filled up, so that nothing is compiled anew
+        # Filled up, so that nothing is compiled anew: user turns have half as many rows more.
+        rows = self.batch_size if len(self.calls) % 2 else self.batch_size * 3 // 2
+        assert len(prompts) == rows
         self.calls.append((asked, max(budget), temperature, top_p))
         self.seeds.append(seed)
         texts, reasons = zip(*said, *[("", "length")] * (len(prompts) - len(said)), strict=True)
@@ -198,8 +204,8 @@ class Script:
         return answer
 
 
-def scripted(monkeypatch, *turns: list[tuple[str, str]]) -> Script:
-    script = Script(list(turns), batch_size=len(turns[0]))
+def scripted(monkeypatch, batch_size: int, *turns: list[tuple[str, str]]) -> Script:
+    script = Script(list(turns), batch_size)
     monkeypatch.setattr(synthesize, "generate", script)
     return script
 
@@ -211,6 +217,7 @@ def chat(*texts: str) -> list[dict[str, str]]:
 def test_filters(model: Model, monkeypatch) -> None:
     script = scripted(
         monkeypatch,
+        4,
         [
             ("one ", "eos"),
             ("too long", "length"),
@@ -221,20 +228,27 @@ def test_filters(model: Model, monkeypatch) -> None:
         ],
         [("cut", "length"), (" \n", "eos"), ("", "eos"), ("fine", "eos")],
     )
-    assert write_batch(model, config(), 0) == [chat("one", "cut"), chat("four", "fine")]
+    found = write_batch(model, config(batch_size=4))
+    assert found == [chat("one", "cut"), chat("four", "fine")]
     (asked, *settings), (answered, *others) = script.calls
     assert settings == [12, 1.0, 1.0]
-    assert asked == [[tiny_chat.USER]] * BATCH
+    assert asked == [[tiny_chat.USER]] * 6
     assert answered == [chat("one"), chat("two"), chat("three"), chat("four")]
     assert others == [12, 1.0, 1.0]
     # Rows use seed, seed + 1, ...: no two rows of a batch share one.
-    assert script.seeds[1] - script.seeds[0] >= BATCH
+    assert script.seeds[1] - script.seeds[0] >= 6
+
+
+def test_user_turns_beyond_the_batch_are_left(model: Model, monkeypatch) -> None:
+    script = scripted(monkeypatch, 3, [(text, "eos") for text in "abcd"], [("x", "eos")] * 3)
+    assert write_batch(model, config(batch_size=3)) == [chat(text, "x") for text in "abc"]
+    assert len(script.calls) == 2
 
 
 def test_temperatures_take_turns(model: Model, monkeypatch) -> None:
-    said = [[("u", "eos")] * BATCH, [("a", "eos")] * BATCH]
+    said = [[("u", "eos")] * 9, [("a", "eos")] * BATCH]
     for index, temperature in enumerate((1.0, 0.8, 1.0)):
-        script = scripted(monkeypatch, *said)
+        script = scripted(monkeypatch, BATCH, *said)
         write_batch(model, config(), index)
         assert script.calls[1][2] == temperature
 
@@ -243,49 +257,83 @@ def test_several_turns(model: Model, monkeypatch) -> None:
     """A cut answer ends its conversation; the others go on to the last turn."""
     script = scripted(
         monkeypatch,
-        [("u", "eos")] * 3,
+        3,
+        [("u", "eos")] * 4,
         [("a", "eos"), ("cut", "length"), ("b", "eos")],
         [("v", "eos"), ("w", "eos")],
         [("c", "eos"), ("d", "length")],
     )
-    found = write_batch(model, config(batch_size=3, turns=2), 0)
+    found = write_batch(model, config(batch_size=3, turns=2))
     # Those that were cut come first.
     assert found == [chat("u", "cut"), chat("u", "b", "w", "d"), chat("u", "a", "v", "c")]
     assert script.calls[2][0] == [
         model.tokenizer.encode(f"<user>u<end><bot>{answer}<end><user>") for answer in "ab"
     ]
-    assert all(b - a >= 3 for a, b in zip(script.seeds, script.seeds[1:], strict=False))
+    assert all(b - a >= 4 for a, b in zip(script.seeds, script.seeds[1:], strict=False))
 
 
 def test_a_turn_that_fails_leaves_the_turns_before_it(model: Model, monkeypatch) -> None:
     scripted(
         monkeypatch,
-        [("u", "eos")] * 3,
+        3,
+        [("u", "eos")] * 4,
         [("a", "eos"), ("b", "eos"), ("c", "eos")],
         [("too long", "length"), ("v", "eos"), ("w", "eos")],
         [(" ", "eos"), ("d", "eos")],
     )
-    found = write_batch(model, config(batch_size=3, turns=2), 0)
+    found = write_batch(model, config(batch_size=3, turns=2))
     assert found == [chat("u", "a"), chat("u", "b"), chat("u", "c", "w", "d")]
 
 
 def test_openings(model: Model, monkeypatch, tmp_path: Path) -> None:
     """One per line; an empty line is none, and a space at the end belongs to it."""
     path = tmp_path / "openings.txt"
+    path.write_text("one:\\n\\ntwo\n")
+    settings = config(batch_size=64, openings=str(path))
+    assert read_openings(settings).lines == ("one:\n\ntwo",)
+    assert read_openings(config()).lines == ("",)
     path.write_text("what is \n\nwhy\n")
-    assert synthesize.read_openings(str(path)) == ["what is ", "", "why"]
-    assert synthesize.read_openings("") == [""]
 
-    script = scripted(monkeypatch, [(" x", "eos")] * 64, [("a", "eos")] * 64)
-    found = write_batch(model, config(batch_size=64, openings=str(path)), 0)
+    script = scripted(monkeypatch, 64, [(" x", "eos")] * 96, [("a", "eos")] * 64)
+    found = write_batch(model, settings)
     starts = [model.tokenizer.decode(ids).removeprefix("<user>") for ids in script.calls[0][0]]
     assert set(starts) == {"what is ", "", "why"}
-    assert [messages[0]["content"] for messages in found] == [f"{s} x".strip() for s in starts]
+    assert [messages[0]["content"] for messages in found] == [
+        f"{start} x".strip() for start in starts[:64]
+    ]
 
     # An opening to which nothing was added is no question.
-    scripted(monkeypatch, [("", "eos"), (" ", "eos")])
+    scripted(monkeypatch, 2, [("", "eos"), (" ", "eos"), ("cut", "length")])
     path.write_text("why ")
-    assert write_batch(model, config(batch_size=2, openings=str(path)), 0) == []
+    assert write_batch(model, config(batch_size=2, openings=str(path))) == []
+
+
+def test_openings_around_texts(model: Model, monkeypatch, tmp_path: Path) -> None:
+    """{text} is one of the answers of other conversations; user_tokens 0 adds nothing to it."""
+    texts, path = tmp_path / "texts.jsonl", tmp_path / "openings.txt"
+    records = [{"messages": chat("q", "one", "r", " two ")}, {"no": "record"}]
+    texts.write_text("".join(json.dumps(record) + "\n" for record in records))
+    path.write_text("sum up {text} and {text}.\n{text}\n")
+    settings = config(batch_size=64, user_tokens=0, openings=str(path), texts=str(texts))
+    opening = [f"sum up {a} and {b}." for a in ("one", "two") for b in ("one", "two")]
+
+    answered = []
+    monkeypatch.setattr(
+        synthesize, "_write", lambda model, size, asked, **_: answered.extend(asked)
+    )
+    with pytest.raises(TypeError):  # nothing came back
+        write_batch(model, settings)
+    assert {messages[0]["content"] for messages in answered} == {"one", "two", *opening}
+    assert len(answered) == 64
+
+    for other, message in (
+        ({"texts": ""}, "an opening holds {text}, but there are no texts"),
+        ({"texts": str(path)}, "holds no answers"),
+        ({"openings": ""}, "user_tokens 0 needs openings"),
+        ({"turns": 2}, "user_tokens 0 needs openings"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(message)):
+            read_openings(dataclasses.replace(settings, **other))
 
 
 def test_user_turn_prefix(model: Model) -> None:

@@ -13,7 +13,7 @@ _AT_LEAST_1 = (
 )
 _ABOVE_0 = ("epochs", "learning_rate", "clip_norm")
 _AT_LEAST_0 = (
-    *("draft_vocab", "warmup_steps", "weight_decay", "seed"),
+    *("copy_length", "draft_vocab", "warmup_steps", "weight_decay", "seed"),
     *("head_decay", "hidden_weight", "ce_weight"),
 )
 
@@ -44,6 +44,9 @@ class DistillConfig:
 
     num_layers: int = option(2, "layers of the augmenting block")
     num_steps: int = option(5, "draft tokens supervised per position (the paper's heads)")
+    copy_length: int = option(
+        8, "most tokens compared to copy what followed them in the text; 0: the head copies nothing"
+    )
     draft_vocab: int = option(0, "tokens the head proposes from, the most frequent ones; 0: all")
 
     learning_rate: float = option(1e-3, "peak rate of AdamW, after warm-up and before decay to 0")

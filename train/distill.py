@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -33,6 +34,7 @@ from infer.cli import Parser, run
 from infer.load import Model, load
 from train.checkpoint import Checkpoints
 from train.config import DistillConfig
+from train.copy_bias import copy_cases, fit_bias
 from train.data import Corpus, load_corpus, split, token_frequencies
 from train.features import cached_hidden
 from train.initialize import initialize_head
@@ -50,7 +52,10 @@ from train.step import (
     train_step,
 )
 
+_COPY_BATCHES = 64  # enough for a few numbers
+
 compiled_read = jax.jit(read_target, static_argnums=0)
+compiled_cases = jax.jit(copy_cases, static_argnums=(0, 1))
 
 
 def distill(config: DistillConfig) -> Path:
@@ -120,9 +125,10 @@ def distill(config: DistillConfig) -> Path:
                 checkpoints.save(state, identity)
         bar.close()
 
+    bias = find_copy_bias(config, recipe, state.params, frozen, held_back_rows, rows)
     folder = output / "head"
     head = Head(
-        config=draft,
+        config=dataclasses.replace(draft, copy_bias=bias),
         params=jax.device_get(state.params),
         draft_ids=draft_ids,
         target_fingerprint=target_print,
@@ -285,6 +291,26 @@ def evaluation(
     count = np.maximum(sums.pop("count"), 1)
     means = {name: total / count for name, total in sums.items()}
     return means | {"loss": total_loss(loss_weights(config), means)}
+
+
+def find_copy_bias(
+    config: DistillConfig, recipe: Recipe, params: Any, frozen: Frozen, held_back: Rows, rows: Rows
+) -> tuple[float, ...]:
+    """`DraftConfig.copy_bias` for the head, from held-back samples or else from its own."""
+    if not config.copy_length:
+        return ()
+    chosen = held_back if len(held_back) else rows
+    head = lm_head(frozen.target)
+    cases = []
+    for batch in itertools.islice(batches_in_order(chosen, config.batch_size), _COPY_BATCHES):
+        hidden = compiled_read(recipe.target, frozen.target, batch.samples)
+        found = compiled_cases(
+            recipe.draft, config.copy_length, params, hidden, frozen.vocabulary, head, batch.samples
+        )
+        cases.append([np.asarray(x).reshape(-1) for x in found])
+    bias = fit_bias(*(np.concatenate(x) for x in zip(*cases, strict=True)), config.copy_length)
+    print("copy bias by length of the match:", " ".join(f"{x:.1f}" for x in bias))
+    return tuple(bias)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

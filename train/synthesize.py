@@ -27,9 +27,11 @@ from tqdm import tqdm
 from infer import Model, generate, load
 from infer.cli import run
 from train.options import build, option, options_parser
+from train.records import Record, read_conversations
 
 Message = dict[str, str]
 
+_TEXT = "{text}"
 _MARK = "\N{OBJECT REPLACEMENT CHARACTER}"
 
 
@@ -43,11 +45,14 @@ class SynthesizeConfig:
 
     target: str = option("smollm2-135m", "'smollm2-135m', a folder, a GGUF file or a hub name")
     output: str = option("conversations.jsonl", "JSONL file, written batch by batch")
-    conversations: int = option(1024, "conversations to start; what the filters drop is reported")
+    conversations: int = option(1024, "conversations to write; the filters may leave fewer")
     batch_size: int = option(64, "conversations written side by side")
     turns: int = option(1, "most user turns of a conversation")
     openings: str = option("", "text file, a possible start of the first user turn per line")
-    user_tokens: int = option(160, "most tokens of a user turn; longer ones are dropped")
+    texts: str = option("", "conversations; their answers fill in {text} in the openings")
+    user_tokens: int = option(
+        160, "most tokens of a user turn, longer ones are dropped; 0: the opening is the turn"
+    )
     answer_tokens: int = option(256, "most tokens of an answer; longer ones are cut there")
     user_temperature: float = option(0.8, "temperature of the user turns")
     user_top_p: float = option(0.95, "top-p of the user turns")
@@ -58,30 +63,55 @@ class SynthesizeConfig:
     seed: int = option(0, "seed of everything")
 
     def __post_init__(self) -> None:
-        for name in ("conversations", "batch_size", "turns", "user_tokens", "answer_tokens"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if self.seed < 0:
-            raise ValueError(f"seed must be at least 0, got {self.seed}")
+        least = {"conversations": 1, "batch_size": 1, "turns": 1, "answer_tokens": 1}
+        for name, low in (least | {"user_tokens": 0, "seed": 0}).items():
+            if getattr(self, name) < low:
+                raise ValueError(f"{name} must be at least {low}, got {getattr(self, name)}")
+        if not self.user_tokens and (self.turns > 1 or not self.openings):
+            raise ValueError("user_tokens 0 needs openings and has no second turn")
         if not self.answer_temperatures:
             raise ValueError("answer_temperatures holds no temperature")
 
 
-def write_batch(model: Model, config: SynthesizeConfig, index: int) -> list[list[Message]]:
+@dataclasses.dataclass(frozen=True)
+class Openings:
+    """What the first user turns may begin with.
+
+    Attributes:
+      lines: one of them is drawn for each conversation.
+      texts: one of them is drawn for each {text} in a line.
+    """
+
+    lines: tuple[str, ...] = ("",)
+    texts: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.texts and any(_TEXT in line for line in self.lines):
+            raise ValueError(f"an opening holds {_TEXT}, but there are no texts to fill it in")
+
+    def draw(self, rng: np.random.Generator) -> str:
+        head, *rest = self.lines[rng.integers(len(self.lines))].split(_TEXT)
+        return head + "".join(self.texts[rng.integers(len(self.texts))] + part for part in rest)
+
+
+def write_batch(
+    model: Model, config: SynthesizeConfig, openings: Openings, index: int
+) -> list[list[Message]]:
     """Writes batch `index`: conversations of {role, content} messages that passed the filters."""
     rng = np.random.default_rng([config.seed, index])
-    openings = read_openings(config.openings)
-    starts = [openings[i] for i in rng.integers(len(openings), size=config.batch_size)]
+    # Half as many more are begun, since some user turns do not end: answers cost most.
+    begun = config.batch_size * 3 // 2 if config.user_tokens else config.batch_size
+    starts = [openings.draw(rng) for _ in range(begun)]
     seed = int(rng.integers(2**31))
     answer_temperature = config.answer_temperatures[index % len(config.answer_temperatures)]
 
     finished: list[list[Message]] = []
     running: list[list[Message]] = [[] for _ in starts]
     for turn in range(config.turns):
-        asked = _user_turns(model, config, running, starts, seed + 2 * turn * config.batch_size)
+        asked = _user_turns(model, config, begun, running, starts, seed + 2 * turn * begun)
         # Where no further turn came, what there is stays.
         finished += [m for m, more in zip(running, asked, strict=True) if m and more is None]
-        running = [messages for messages in asked if messages is not None]
+        running = [messages for messages in asked if messages is not None][: config.batch_size]
         if not running:
             break
         answers = _write(
@@ -90,7 +120,7 @@ def write_batch(model: Model, config: SynthesizeConfig, index: int) -> list[list
             running,
             max_new_tokens=config.answer_tokens,
             temperature=answer_temperature,
-            seed=seed + (2 * turn + 1) * config.batch_size,
+            seed=seed + (2 * turn + 1) * begun,
         )
         going_on: list[list[Message]] = []
         for messages, (text, reason) in zip(running, answers, strict=True):
@@ -107,12 +137,15 @@ def write_batch(model: Model, config: SynthesizeConfig, index: int) -> list[list
 def _user_turns(
     model: Model,
     config: SynthesizeConfig,
+    batch_size: int,
     conversations: list[list[Message]],
     starts: list[str],
     seed: int,
 ) -> list[list[Message] | None]:
     """Each conversation with a user turn more; None where the turn did not end or is empty."""
     assert model.tokenizer is not None
+    if not config.user_tokens:
+        return [[{"role": "user", "content": start.strip()}] for start in starts]
     prompts = [
         model.tokenizer.encode(
             user_turn_prefix(model.tokenizer, messages) + start, add_special_tokens=False
@@ -121,7 +154,7 @@ def _user_turns(
     ]
     written = _write(
         model,
-        config.batch_size,
+        batch_size,
         prompts,
         max_new_tokens=config.user_tokens,
         temperature=config.user_temperature,
@@ -157,19 +190,33 @@ def user_turn_prefix(tokenizer: Any, messages: Sequence[Message]) -> str:
     return str(rendered.rpartition(_MARK)[0])
 
 
-def read_openings(path: str) -> list[str]:
-    """The possible starts of a user turn: the lines of a file, or the empty one alone."""
-    if not path:
-        return [""]
+def read_openings(config: SynthesizeConfig) -> Openings:
+    """The lines of `openings`, or the empty one alone, and the answers in `texts`.
+
+    Raises:
+      ValueError: {text} without texts, or texts without answers.
+    """
+    texts = tuple(
+        message["content"].strip()
+        for record in (read_conversations(config.texts) if config.texts else ())
+        if isinstance(record, Record)
+        for message in record.messages
+        if message["role"] == "assistant"
+    )
+    if config.texts and not texts:
+        raise ValueError(f"{config.texts} holds no answers")
+    if not config.openings:
+        return Openings()
     # A line may end in a space, which belongs to the opening; an empty line opens freely.
-    return Path(path).read_text(encoding="utf-8").removesuffix("\n").split("\n")
+    text = Path(config.openings).read_text(encoding="utf-8").removesuffix("\n")
+    return Openings(tuple(line.replace("\\n", "\n") for line in text.split("\n")), texts)
 
 
-def settings_digest(config: SynthesizeConfig) -> str:
+def settings_digest(config: SynthesizeConfig, openings: Openings) -> str:
     """8 hexadecimal digits of everything that a batch depends on."""
-    free = ("output", "conversations", "openings")
+    free = ("output", "conversations", "openings", "texts")
     fields = {k: v for k, v in dataclasses.asdict(config).items() if k not in free}
-    text = json.dumps(fields | {"openings": read_openings(config.openings)}, sort_keys=True)
+    text = json.dumps(fields | dataclasses.asdict(openings), sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
 
 
@@ -207,7 +254,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     config = build(SynthesizeConfig, parser.parse_args(argv))
     output = Path(config.output)
     output.parent.mkdir(parents=True, exist_ok=True)
-    settings = settings_digest(config)
+    openings = read_openings(config)
+    settings = settings_digest(config, openings)
     start, kept = resume(output, settings)
     model = load(target=config.target, dtype=config.dtype)
     if model.tokenizer is None or not model.tokenizer.chat_template:
@@ -218,7 +266,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         tqdm(total=batches, initial=start, unit="batch", desc=output.name) as bar,
     ):
         for index in range(start, batches):
-            conversations = write_batch(model, config, index)
+            conversations = write_batch(model, config, openings, index)
             place = {"batch": index, "of": len(conversations), "settings": settings}
             lines = [json.dumps(place | {"messages": m}) for m in conversations]
             file.write("".join(line + "\n" for line in lines).encode())
@@ -226,7 +274,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             os.fsync(file.fileno())
             kept += len(conversations)
             bar.update()
-            bar.set_postfix(kept=kept, dropped=(index + 1) * config.batch_size - kept)
+            bar.set_postfix(kept=kept)
     print(f"{output}: {kept} conversations")
 
 

@@ -10,6 +10,7 @@ by rows of the LM head. Our form means every field as it stands, which the furth
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,7 @@ def parse_config(where: Path, fields: Mapping[str, Any]) -> DraftConfig:
             draft_vocab_size=_count(where, fields, SECTION, "draft_vocab_size"),
             num_steps=steps,
             embedding=section(where, fields, SECTION).get("embedding", ""),
+            copy_bias=_copy_bias(where, section(where, fields, SECTION)),
         )
 
     read = {key: value for key, value in fields.items() if key not in _NOT_READ_OFFICIALLY}
@@ -111,6 +113,7 @@ def config_json(config: DraftConfig, official: bool) -> dict[str, Any]:
             "embedding": config.embedding,
             "num_decoder_heads": config.num_heads,
             "draft_vocab_size": config.draft_vocab_size,
+            "copy_bias": list(config.copy_bias),
         }
     _check_expressed(config, fields, official)
     return fields
@@ -148,6 +151,15 @@ def _rope_scaling(rope: Rope) -> dict[str, Any] | None:
         scaling["beta_slow"] = rope.beta_slow
         scaling["truncate"] = rope.truncate
     return scaling
+
+
+def _copy_bias(where: Path, ours: Mapping[str, Any]) -> tuple[float, ...]:
+    values = ours.get("copy_bias", [])
+    if not isinstance(values, list) or not all(
+        isinstance(value, float | int) and math.isfinite(value) for value in values
+    ):
+        raise CheckpointError(f"{where}: copy_bias is {values!r}, not a list of numbers")
+    return tuple(float(value) for value in values)
 
 
 def _count(where: Path, fields: Mapping[str, Any], name: str, key: str) -> int:
