@@ -134,7 +134,9 @@ def assert_bitwise(ours: Tensors, theirs: Tensors) -> None:
 def our_head(**fields: Any) -> Head:
     """A head of ours that differs from an official one in everything a head can differ in."""
     block = dataclasses.replace(TARGET, num_layers=1, hidden_act="gelu")
-    config = DraftConfig(block=block, num_heads=4, draft_vocab_size=5, num_steps=3)
+    config = DraftConfig(
+        block=block, num_heads=4, draft_vocab_size=5, num_steps=3, copy_bias=(0.5, -1.25, 3.0)
+    )
     rng = np.random.default_rng(1)
     params = flax.traverse_util.unflatten_dict(
         {p: rng.normal(size=s.shape).astype(np.float32) for p, s in abstract_head(config).items()}
@@ -416,6 +418,8 @@ def test_configs_that_are_no_head(tmp_path: Path) -> None:
     save_head(tmp_path, our_head(), F32)
     refused(edited(tmp_path, "clover_jax", embedding="rows"), "embedding 'rows' is neither")
     refused(edited(tmp_path, "clover_jax", num_decoder_heads=3), "hidden_size 8 into 3 heads")
+    for bias in (1.5, ["1"], [1.0, float("inf")], None):
+        refused(edited(tmp_path, "clover_jax", copy_bias=bias), "copy_bias is .* list of numbers")
 
 
 def test_a_target_s_folder_is_no_head(tmp_path: Path) -> None:
@@ -438,6 +442,7 @@ def test_a_target_s_folder_is_no_head(tmp_path: Path) -> None:
         ({"rope": TARGET.rope}, {}, r"theta 500000\.0: it would be read as 10000\.0"),
         ({"qkv_bias": True, "out_bias": True}, {}, "qkv_bias True: it would be read as False"),
         ({"mlp_bias": True}, {}, "mlp_bias True: it would be read as False"),
+        ({}, {"copy_bias": (1.0,)}, r"copy_bias \(1\.0,\): it would be read as \(\)"),
     ],
 )
 def test_what_the_official_form_cannot_express(

@@ -193,7 +193,9 @@ def test_what_a_run_prints(straight: Run, training_set: Corpus, total: int) -> N
     assert re.search(r"loss \d+\.\d{3}, accuracy \d+ \d+ \d+ %, [\d,]+ tokens/s", printed)
     assert re.findall(r"step (\d+): held-back loss", printed) == ["5", "10", str(total)]
     assert f"{total}/{total} [" in printed  # the bar arrived
-    assert printed.endswith(f"head exported to {straight.head}\n")
+    last = printed.splitlines()[-2:]
+    assert re.fullmatch(r"copy bias by length of the match:( -?\d+\.\d){8}", last[0])
+    assert last[1] == f"head exported to {straight.head}"
 
 
 def test_metrics_for_tensorboard(straight: Run) -> None:
@@ -231,6 +233,7 @@ def test_the_head_serves_its_target(straight: Run, settings: DistillConfig) -> N
     model = load(target=settings.target, draft=straight.head)
     assert model.draft_config.num_steps == 3
     assert model.draft_config.block.num_layers == 1
+    assert len(model.draft_config.copy_bias) == 8
     prompts = [[{"role": "user", "content": text}] for text in ("hello", "a", "what is 17")]
     settings_of_rows = {"max_new_tokens": 24, "temperature": [0.0, 0.7, 1.3], "seed": 3}
     plain = generate(model, prompts, **settings_of_rows)
@@ -446,8 +449,11 @@ def test_going_on_from_a_head(straight: Run, settings: DistillConfig, tmp_path: 
         output=str(tmp_path / "run"),
         learning_rate=1e-12,
         epochs=0.2,
+        copy_length=0,
     )
     again = run(config)
+    assert "copy bias" not in again.printed
+    assert load(target=settings.target, draft=again.head).draft_config.copy_bias == ()
     one, other = (load_file(r.head / "model.safetensors") for r in (straight, again))
     assert one.keys() == other.keys()
     for name, tensor in one.items():
