@@ -114,17 +114,9 @@ def propose(
     frontier = np.zeros(1, np.int32)  # the nodes whose children come next
     for depth in range(1, tree.depth + 1):
         level = tree.level(depth)
-        logits, candidates = _candidates(
-            config, draft, features.astype(state.dtype), text, root, ending
-        )
-        scores = jax.vmap(process, in_axes=(1, None), out_axes=1)(logits, sampling)
-        rows = jnp.arange(len(text))[:, None, None]
-        scores = scores + noise[depth - 1][rows, candidates]
         wanted = int(tree.ranks[level].max()) + 1
-        _, best = jax.lax.top_k(scores, min(wanted, scores.shape[-1]))
-        children = jnp.take_along_axis(candidates, best, axis=-1)
-        children = jnp.pad(
-            children, ((0, 0), (0, 0), (0, wanted - best.shape[-1])), constant_values=-1
+        children = _children(
+            config, draft, features, text, root, ending, noise[depth - 1], sampling, wanted
         )
         parent = np.searchsorted(frontier, tree.parents[level])
         level_tokens = children[:, parent, tree.ranks[level]]  # [B, nodes of the level]
@@ -143,7 +135,46 @@ def propose(
     return tokens
 
 
-def _candidates(
+def _children(
+    config: DraftConfig,
+    draft: Draft,
+    features: jax.Array,
+    text: jax.Array,
+    root: jax.Array,
+    ending: jax.Array,
+    noise: jax.Array,
+    sampling: Sampling,
+    wanted: int,
+) -> jax.Array:
+    """The best tokens after each node, best first, int32 [B, F, wanted].
+
+    Args:
+      features: [B, F, D], what the LM head reads.
+      ending: int32 [B, F, M], the tokens that end in each node.
+      noise: f32 [B, V], of their children's depth.
+    """
+    features = features.astype(draft.lm_rows.dtype)
+    logits = matmul(features, draft.lm_rows)  # [B, F, W]
+    size = logits.shape[-1]
+    level_noise = jnp.broadcast_to(jnp.take(noise, draft.token_ids, axis=1)[:, None], logits.shape)
+    if config.copy_bias:
+        # The copied token is one more candidate, ruled out where nothing matches.
+        copied, logit = _copied(config, draft, features, text, root, ending)
+        twice = (draft.token_ids == copied[..., None]) & (logit > -jnp.inf)[..., None]
+        logits = jnp.where(twice, -jnp.inf, logits)
+        logits = jnp.concatenate([logits, logit[..., None]], axis=-1)
+        its_noise = jnp.take_along_axis(noise, copied, axis=1)
+        level_noise = jnp.concatenate([level_noise, its_noise[..., None]], axis=-1)
+    scores = jax.vmap(process, in_axes=(1, None), out_axes=1)(logits, sampling) + level_noise
+    _, best = jax.lax.top_k(scores, min(wanted, scores.shape[-1]))
+    children = draft.token_ids[jnp.minimum(best, size - 1)]
+    if config.copy_bias:
+        children = jnp.where(best == size, copied[..., None], children)
+    missing = wanted - best.shape[-1]
+    return jnp.pad(children, ((0, 0), (0, 0), (0, missing)), constant_values=-1)
+
+
+def _copied(
     config: DraftConfig,
     draft: Draft,
     features: jax.Array,
@@ -151,24 +182,9 @@ def _candidates(
     root: jax.Array,
     ending: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
-    """What may follow each node: logits f32 [B, F, W + 1] and tokens int32 [B, F, W + 1].
-
-    The last candidate is copied from the text, and ruled out where nothing matches; without
-    copying there are only W.
-
-    Args:
-      features: [B, F, D], what the LM head reads.
-      ending: int32 [B, F, M], the tokens that end in each node.
-    """
-    logits = matmul(features, draft.lm_rows)
-    candidates = jnp.broadcast_to(draft.token_ids, logits.shape)
-    if not config.copy_bias:
-        return logits, candidates
+    """The token each node copies, int32 [B, F], and its logit, f32 [B, F]; -inf for none."""
     match = longest_match(text, root[:, None], ending)
-    copied = jnp.take_along_axis(text, match.place, axis=1)[..., None]  # [B, F, 1]
-    bias = jnp.asarray((-jnp.inf, *config.copy_bias), jnp.float32)[match.length]
-    row = draft.lm_head[copied[..., 0]].astype(jnp.float32)
-    logit = jnp.sum(features.astype(jnp.float32) * row, axis=-1) + bias
-    twice = (candidates == copied) & (match.length > 0)[..., None]
-    logits = jnp.concatenate([jnp.where(twice, -jnp.inf, logits), logit[..., None]], axis=-1)
-    return logits, jnp.concatenate([candidates, copied], axis=-1)
+    copied = jnp.take_along_axis(text, match.place, axis=1)
+    row = draft.lm_head[copied].astype(jnp.float32)
+    logit = jnp.sum(features.astype(jnp.float32) * row, axis=-1)
+    return copied, logit + jnp.asarray((-jnp.inf, *config.copy_bias))[match.length]
