@@ -50,6 +50,7 @@ def first_difference(
     found: Sequence[int],
     temperature: float = 0.0,
     seed: int = 0,
+    dtype: str | None = None,
 ) -> Difference | None:
     """Compares new tokens with those of plain decoding.
 
@@ -58,6 +59,7 @@ def first_difference(
       expected: new tokens of plain decoding.
       found: new tokens of the same request by other means.
       temperature, seed: of the request; top-k and top-p were off.
+      dtype: the coarsest that only one of the two was computed in; by default the activations'.
 
     Returns:
       None if the texts are the same.
@@ -74,7 +76,7 @@ def first_difference(
 
     scores = forced_scores(model, prompt, expected[:at], temperature, seed)
     gap = float(scores.max() - min(scores[expected[at]], scores[found[at]]))
-    dtype = model.params["embed_tokens"].dtype.name  # of the activations, which is what is rounded
+    dtype = dtype or model.params["embed_tokens"].dtype.name
     return Difference(at, expected[at], found[at], gap, near_tie=gap <= _ROUNDING[dtype])
 
 

@@ -22,6 +22,7 @@ import jax
 from tqdm import tqdm
 
 from clover_jax.chat import encode_prompt
+from clover_jax.target import lm_head
 from clover_jax.tree import Tree
 from infer import cli
 from infer.agreement import first_difference
@@ -143,7 +144,13 @@ def measure(
                 counts={name: runs[name][1] for name in names},
                 differences={
                     name: first_difference(
-                        model, prompt, tokens[PLAIN], tokens[name], temperature=temperature
+                        model,
+                        prompt,
+                        tokens[PLAIN],
+                        tokens[name],
+                        temperature=temperature,
+                        # transformers has the weights in float32.
+                        dtype=lm_head(model.params).dtype.name if name == TRANSFORMERS else None,
                     )
                     for name in comparable
                 },

@@ -260,6 +260,16 @@ def test_a_near_tie(tmp_path: Path) -> None:
     assert found.gap == pytest.approx(1e-4, rel=0.05)
 
 
+def test_a_near_tie_of_another_dtype(tmp_path: Path) -> None:
+    """What one text was computed in, and the other was not, is what may be rounded away."""
+    table = cycle_table(SAID)
+    a, z = ids("az")
+    table[BOT, z] = table[BOT, a] - 0.1
+    model = load(target=chain_model(tmp_path / "target", table))
+    assert not first_difference(model, [BOT], [a], [z]).near_tie
+    assert first_difference(model, [BOT], [a], [z], dtype="bfloat16").near_tie
+
+
 # Measuring
 
 

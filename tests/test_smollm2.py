@@ -1,6 +1,7 @@
 """The demo's model on real text, against transformers."""
 
 import importlib.util
+import json
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +9,8 @@ import numpy as np
 import pytest
 
 from clover_jax.target import Target, causal_mask
-from infer import generate, load
+from infer import generate, load, speculative_generate
+from infer.load import HEADS
 
 TEXT = (
     "Rayleigh scattering makes the sky blue: air molecules scatter short wavelengths of sunlight "
@@ -61,3 +63,24 @@ def test_it_answers(model):
     assert "Paris" in answer.texts[0]
     assert answer.token_ids[0][-1] in model.eos_ids
     assert answer.finish_reasons == ["eos"]
+
+
+def test_the_shipped_head_is_lossless_and_worth_it(model):
+    """Far below what was measured, and far above what a head that knows nothing would reach."""
+    prompts = [
+        [{"role": "user", "content": text}]
+        for text in ("Name the four seasons and what they are known for.", "What is 12 plus 30?")
+    ]
+    settings = {"max_new_tokens": 48, "temperature": [0.0, 0.7], "top_p": 0.9, "seed": 1}
+    plain = generate(model, prompts, **settings)
+    fast = speculative_generate(model, prompts, tree="chain-3", **settings)
+    assert fast.token_ids == plain.token_ids
+    assert fast.stats.tokens_per_pass > 1.4
+    assert len(model.draft_config.copy_bias) == 8
+
+
+def test_the_shipped_head_names_no_place_of_a_machine():
+    config = json.loads((HEADS / "smollm2-135m" / "config.json").read_text())
+    recipe = config["clover_jax"]["metadata"]["recipe"]
+    places = [recipe["target"], recipe["init"], *recipe["data"]]
+    assert not [place for place in places if place.startswith(("/", "~"))]
