@@ -4,9 +4,9 @@ from train.config import DistillConfig
 
 config = DistillConfig(
     target="smollm2-135m",
-    data=("data/smollm2_135m.jsonl",),
+    data=("data/smollm2_135m.jsonl", "data/smollm2_135m_texts.jsonl"),
     output="runs/smollm2_135m",
-    max_length=256,
+    max_length=512,
     features="cached",
     batch_size=8,
     epochs=9,

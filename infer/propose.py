@@ -115,9 +115,8 @@ def propose(
     for depth in range(1, tree.depth + 1):
         level = tree.level(depth)
         wanted = int(tree.ranks[level].max()) + 1
-        children = _children(
-            config, draft, features, text, root, ending, noise[depth - 1], sampling, wanted
-        )
+        copies = _copies(config, text, root, ending) if config.copy_bias else None
+        children = _children(draft, features, copies, noise[depth - 1], sampling, wanted)
         parent = np.searchsorted(frontier, tree.parents[level])
         level_tokens = children[:, parent, tree.ranks[level]]  # [B, nodes of the level]
         tokens = jnp.concatenate([tokens, level_tokens], axis=1)
@@ -135,13 +134,31 @@ def propose(
     return tokens
 
 
+class Copies(NamedTuple):
+    """What each node copies from the text.
+
+    Attributes:
+      tokens: int32 [B, F].
+      bias: f32 [B, F], what their logits gain; -inf where nothing is copied.
+    """
+
+    tokens: jax.Array
+    bias: jax.Array
+
+
+def _copies(config: DraftConfig, text: jax.Array, root: jax.Array, ending: jax.Array) -> Copies:
+    """The copies for nodes in which the tokens `ending` [B, F, M] end."""
+    match = longest_match(text, root[:, None], ending)
+    return Copies(
+        tokens=jnp.take_along_axis(text, match.place, axis=1),
+        bias=jnp.asarray((-jnp.inf, *config.copy_bias))[match.length],
+    )
+
+
 def _children(
-    config: DraftConfig,
     draft: Draft,
     features: jax.Array,
-    text: jax.Array,
-    root: jax.Array,
-    ending: jax.Array,
+    copies: Copies | None,
     noise: jax.Array,
     sampling: Sampling,
     wanted: int,
@@ -150,41 +167,25 @@ def _children(
 
     Args:
       features: [B, F, D], what the LM head reads.
-      ending: int32 [B, F, M], the tokens that end in each node.
-      noise: f32 [B, V], of their children's depth.
+      copies: one more candidate for each node, which takes the place of its own among the others.
+      noise: f32 [B, V], of the children's depth.
     """
     features = features.astype(draft.lm_rows.dtype)
     logits = matmul(features, draft.lm_rows)  # [B, F, W]
     size = logits.shape[-1]
     level_noise = jnp.broadcast_to(jnp.take(noise, draft.token_ids, axis=1)[:, None], logits.shape)
-    if config.copy_bias:
-        # The copied token is one more candidate, ruled out where nothing matches.
-        copied, logit = _copied(config, draft, features, text, root, ending)
-        twice = (draft.token_ids == copied[..., None]) & (logit > -jnp.inf)[..., None]
-        logits = jnp.where(twice, -jnp.inf, logits)
+    if copies is not None:
+        row = draft.lm_head[copies.tokens].astype(jnp.float32)
+        logit = jnp.sum(features.astype(jnp.float32) * row, axis=-1) + copies.bias
+        own = draft.token_ids == copies.tokens[..., None]
+        logits = jnp.where(own & (copies.bias > -jnp.inf)[..., None], -jnp.inf, logits)
         logits = jnp.concatenate([logits, logit[..., None]], axis=-1)
-        its_noise = jnp.take_along_axis(noise, copied, axis=1)
+        its_noise = jnp.take_along_axis(noise, copies.tokens, axis=1)
         level_noise = jnp.concatenate([level_noise, its_noise[..., None]], axis=-1)
     scores = jax.vmap(process, in_axes=(1, None), out_axes=1)(logits, sampling) + level_noise
     _, best = jax.lax.top_k(scores, min(wanted, scores.shape[-1]))
     children = draft.token_ids[jnp.minimum(best, size - 1)]
-    if config.copy_bias:
-        children = jnp.where(best == size, copied[..., None], children)
+    if copies is not None:
+        children = jnp.where(best == size, copies.tokens[..., None], children)
     missing = wanted - best.shape[-1]
     return jnp.pad(children, ((0, 0), (0, 0), (0, missing)), constant_values=-1)
-
-
-def _copied(
-    config: DraftConfig,
-    draft: Draft,
-    features: jax.Array,
-    text: jax.Array,
-    root: jax.Array,
-    ending: jax.Array,
-) -> tuple[jax.Array, jax.Array]:
-    """The token each node copies, int32 [B, F], and its logit, f32 [B, F]; -inf for none."""
-    match = longest_match(text, root[:, None], ending)
-    copied = jnp.take_along_axis(text, match.place, axis=1)
-    row = draft.lm_head[copied].astype(jnp.float32)
-    logit = jnp.sum(features.astype(jnp.float32) * row, axis=-1)
-    return copied, logit + jnp.asarray((-jnp.inf, *config.copy_bias))[match.length]

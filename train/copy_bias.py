@@ -32,7 +32,7 @@ def copied_tokens(samples: Samples, longest: int, vocab_size: int) -> tuple[jax.
       int32 [B, T] twice; the token means nothing where the length is 0.
     """
     # Tokens of different samples are made different, so that no match leaves its sample.
-    apart = samples.tokens + samples.segments * vocab_size
+    apart = jnp.asarray(samples.tokens) + jnp.asarray(samples.segments) * vocab_size
     places = jnp.broadcast_to(jnp.arange(apart.shape[1]), apart.shape)
     match = longest_match(apart, places, last_tokens(apart, places, longest))
     return jnp.take_along_axis(apart, match.place, axis=1) % vocab_size, match.length
@@ -57,7 +57,7 @@ def lead(
     def of_row(row: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:  # [T, D], [T], [T]
         state, tokens, copied = row
         drafted = [jnp.roll(tokens, -offset) for offset in range(2, config.num_steps + 1)]
-        embeddings = [vocabulary.embedding[token] for token in drafted]
+        embeddings = vocabulary.embedding[jnp.stack(drafted)] if drafted else jnp.zeros((0,))
         leads = []
         for i, feature in enumerate(head_features(config, params, state, embeddings)):
             token = jnp.roll(copied, -(1 + i))

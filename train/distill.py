@@ -308,7 +308,8 @@ def find_copy_bias(
             recipe.draft, config.copy_length, params, hidden, frozen.vocabulary, head, batch.samples
         )
         cases.append([np.asarray(x).reshape(-1) for x in found])
-    bias = fit_bias(*(np.concatenate(x) for x in zip(*cases, strict=True)), config.copy_length)
+    lead, right, length = (np.concatenate(x) for x in zip(*cases, strict=True))
+    bias = fit_bias(lead, right, length, config.copy_length)
     print("copy bias by length of the match:", " ".join(f"{x:.1f}" for x in bias))
     return tuple(bias)
 
