@@ -177,8 +177,9 @@ def _children(
     if copies is not None:
         row = draft.lm_head[copies.tokens].astype(jnp.float32)
         logit = jnp.sum(features.astype(jnp.float32) * row, axis=-1) + copies.bias
-        own = draft.token_ids == copies.tokens[..., None]
-        logits = jnp.where(own & (copies.bias > -jnp.inf)[..., None], -jnp.inf, logits)
+        copied = copies.tokens[..., None]
+        found = (copies.bias > -jnp.inf)[..., None]
+        logits = jnp.where(found & (draft.token_ids == copied), -jnp.inf, logits)
         logits = jnp.concatenate([logits, logit[..., None]], axis=-1)
         its_noise = jnp.take_along_axis(noise, copies.tokens, axis=1)
         level_noise = jnp.concatenate([level_noise, its_noise[..., None]], axis=-1)
@@ -186,6 +187,8 @@ def _children(
     _, best = jax.lax.top_k(scores, min(wanted, scores.shape[-1]))
     children = draft.token_ids[jnp.minimum(best, size - 1)]
     if copies is not None:
-        children = jnp.where(best == size, copies.tokens[..., None], children)
+        # Of two that stand for one token, and of a copy of nothing, none is left by another name.
+        ruled_out = jnp.where(best == size, ~found, found & (children == copied))
+        children = jnp.where(ruled_out, -1, jnp.where(best == size, copied, children))
     missing = wanted - best.shape[-1]
     return jnp.pad(children, ((0, 0), (0, 0), (0, missing)), constant_values=-1)

@@ -7,6 +7,8 @@ a batch of independent seeds.
 Axes: B rows, V vocabulary.
 """
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -94,17 +96,20 @@ def test_a_branch_wider_than_the_vocabulary(temperature, top_p, noise):
     assert fast.stats.accepted_by_depth[0] == pytest.approx(1.0, abs=0.17)
 
 
-def test_twin_siblings_do_not_exist():
-    """A head that is certain still proposes each token once."""
+@pytest.mark.parametrize("copy_bias", [(), (1.0, 2.0)])
+def test_twin_siblings_do_not_exist(copy_bias):
+    """A head that is certain still proposes each token once, also one that it copies."""
     model = rigs.rig_m(rigs.TINY)
+    config = dataclasses.replace(model.draft_config, copy_bias=copy_bias)
     certain = model.draft._replace(lm_rows=1e6 * model.draft.lm_rows)
     tree = parse_tree(TREE)
-    state, root = jnp.ones((2, rigs.TINY.hidden_size)), jnp.array([0, 3])
+    state = jnp.ones((2, rigs.TINY.hidden_size))
+    text, root = jnp.array([[0, 1, 0, 1, 0, 5], [3, 0, 0, 0, 0, 0]]), jnp.array([4, 0])
     noise = [jnp.zeros((2, 6))] * tree.depth
     drafts = jax.jit(propose, static_argnums=(0, 2))
     for top_p in (0.1, 1.0):
         sampling = rigs.row_sampling(2, 0, temperature=0.7, top_p=top_p)
-        tokens = drafts(model.draft_config, certain, tree, state, root, noise, sampling)
+        tokens = drafts(config, certain, tree, state, text, root, noise, sampling)
         for row in np.asarray(tokens):
             for children in tree.children:
                 drafted = [row[c] for c in children if c >= 0 and row[c] >= 0]

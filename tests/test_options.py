@@ -117,6 +117,7 @@ OTHER = {
     "num_steps": 3,
     "draft_vocab": 9,
     "learning_rate": 0.125,
+    "copy_length": 3,
     "warmup_steps": 0,
     "weight_decay": 0.0,
     "clip_norm": 2.0,
