@@ -116,7 +116,11 @@ def parse_tree(tree: str | Tree | Iterable[Sequence[int]]) -> Tree:
                 f"tree {tree!r} is not known; give 'paper', 'chain-N' (such as 'chain-3') or "
                 "child-rank paths (such as [[0], [1], [0, 0]])"
             )
+        if len(chain[1]) > 3:
+            raise ValueError(f"tree {tree!r} is deeper than 999 tokens")
         return Tree(tuple((0,) * d for d in range(1, int(chain[1]) + 1)))
+    if not isinstance(tree, Iterable):
+        raise ValueError(f"a tree is 'paper', 'chain-N' or child-rank paths, not {tree!r}")
     paths = []
     for path in tree:
         if isinstance(path, str) or not isinstance(path, Sequence):

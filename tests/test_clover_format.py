@@ -418,7 +418,7 @@ def test_configs_that_are_no_head(tmp_path: Path) -> None:
     save_head(tmp_path, our_head(), F32)
     refused(edited(tmp_path, "clover_jax", embedding="rows"), "embedding 'rows' is neither")
     refused(edited(tmp_path, "clover_jax", num_decoder_heads=3), "hidden_size 8 into 3 heads")
-    for bias in (1.5, ["1"], [1.0, float("inf")], None):
+    for bias in (1.5, ["1"], [1.0, float("inf")], [float("nan")], [10**400], [True], None):
         refused(edited(tmp_path, "clover_jax", copy_bias=bias), "copy_bias is .* list of numbers")
 
 

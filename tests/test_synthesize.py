@@ -314,6 +314,8 @@ def test_openings_around_texts(model: Model, monkeypatch, tmp_path: Path) -> Non
     records = [{"messages": chat("q", "one", "r", " two ")}, {"no": "record"}]
     texts.write_text("".join(json.dumps(record) + "\n" for record in records))
     path.write_text("sum up {text} and {text}.\n{text}\n")
+    plain = tmp_path / "plain.txt"
+    plain.write_text("why\n")
     settings = config(batch_size=64, user_tokens=0, openings=str(path), texts=str(texts))
     opening = [f"sum up {a} and {b}." for a in ("one", "two") for b in ("one", "two")]
 
@@ -329,8 +331,9 @@ def test_openings_around_texts(model: Model, monkeypatch, tmp_path: Path) -> Non
     for other, message in (
         ({"texts": ""}, "an opening holds {text}, but there are no texts"),
         ({"texts": str(path)}, "holds no answers"),
-        ({"openings": ""}, "user_tokens 0 needs openings"),
-        ({"turns": 2}, "user_tokens 0 needs openings"),
+        ({"openings": ""}, "give --openings"),
+        ({"turns": 2}, "one user turn, not the 2 of turns"),
+        ({"openings": str(plain)}, "no opening holds {text}"),
     ):
         with pytest.raises(ValueError, match=re.escape(message)):
             read_openings(dataclasses.replace(settings, **other))

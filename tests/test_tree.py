@@ -56,6 +56,8 @@ def test_names_and_forms():
     [
         ("papre", r"'papre' is not known"),
         ("chain-0", r"'chain-0' is not known"),
+        ("chain-1000", r"'chain-1000' is deeper than 999 tokens"),
+        (None, r"child-rank paths, not None"),
         ("chain-", r"'chain-' is not known"),
         ("chain-2.5", r"'chain-2.5' is not known"),
         ([], r"no paths"),

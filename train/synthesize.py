@@ -67,8 +67,10 @@ class SynthesizeConfig:
         for name, low in (least | {"user_tokens": 0, "seed": 0}).items():
             if getattr(self, name) < low:
                 raise ValueError(f"{name} must be at least {low}, got {getattr(self, name)}")
-        if not self.user_tokens and (self.turns > 1 or not self.openings):
-            raise ValueError("user_tokens 0 needs openings and has no second turn")
+        if not self.user_tokens and not self.openings:
+            raise ValueError("user_tokens 0 makes the openings user turns: give --openings")
+        if not self.user_tokens and self.turns > 1:
+            raise ValueError(f"user_tokens 0 leaves one user turn, not the {self.turns} of turns")
         if not self.answer_temperatures:
             raise ValueError("answer_temperatures holds no temperature")
 
@@ -205,11 +207,14 @@ def read_openings(config: SynthesizeConfig) -> Openings:
     )
     if config.texts and not texts:
         raise ValueError(f"{config.texts} holds no answers")
-    if not config.openings:
-        return Openings()
-    # A line may end in a space, which belongs to the opening; an empty line opens freely.
-    text = Path(config.openings).read_text(encoding="utf-8").removesuffix("\n")
-    return Openings(tuple(line.replace("\\n", "\n") for line in text.split("\n")), texts)
+    lines: tuple[str, ...] = ("",)
+    if config.openings:
+        # A line may end in a space, which belongs to the opening; an empty line opens freely.
+        text = Path(config.openings).read_text(encoding="utf-8").removesuffix("\n")
+        lines = tuple(line.replace("\\n", "\n") for line in text.split("\n"))
+    if texts and not any(_TEXT in line for line in lines):
+        raise ValueError(f"no opening holds {_TEXT}, so {config.texts} would not be used")
+    return Openings(lines, texts)
 
 
 def settings_digest(config: SynthesizeConfig, openings: Openings) -> str:
