@@ -187,8 +187,10 @@ def _children(
     _, best = jax.lax.top_k(scores, min(wanted, scores.shape[-1]))
     children = draft.token_ids[jnp.minimum(best, size - 1)]
     if copies is not None:
-        # Of two that stand for one token, and of a copy of nothing, none is left by another name.
-        ruled_out = jnp.where(best == size, ~found, found & (children == copied))
-        children = jnp.where(ruled_out, -1, jnp.where(best == size, copied, children))
+        # A copy of nothing is no token, and what stands beside its own copy is none a second time.
+        is_copy = best == size
+        beside = found & jnp.any(is_copy, axis=-1, keepdims=True) & (children == copied)
+        ruled_out = jnp.where(is_copy, ~found, beside)
+        children = jnp.where(ruled_out, -1, jnp.where(is_copy, copied, children))
     missing = wanted - best.shape[-1]
     return jnp.pad(children, ((0, 0), (0, 0), (0, missing)), constant_values=-1)
