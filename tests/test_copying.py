@@ -64,14 +64,14 @@ def test_nothing_matches_beyond_the_beginning() -> None:
         assert not length or match.place[0, 0] == known
 
 
-def proposals(text: list[int], tree: Any, **changes: Any) -> list[int]:
+def proposals(text: list[int], tree: Any, temperature: float = 0.0, **changes: Any) -> list[int]:
     """What rig R's head proposes after a text, slots to spare, without the root."""
     model = rigs.rig_r()
     if ids := changes.pop("ids", None):
         model = rigs.with_draft_vocabulary(model, ids)
     config = dataclasses.replace(model.draft_config, **changes)
     tree = parse_tree(tree)
-    sampling = rigs.row_sampling(1, 0)
+    sampling = rigs.row_sampling(1, 0, temperature=temperature)
     length = jnp.asarray([len(text) - 1])
     noise = [gumbel_noise(sampling, length + 1 + d, 32) for d in range(tree.depth)]
     slots = jnp.asarray([text + [7] * (40 - len(text))])
@@ -87,16 +87,21 @@ def test_a_phrase_is_copied_node_by_node() -> None:
     assert proposals([8, 5, 6, 8], "chain-7", copy_bias=(50.0,)) == [5, 6, 8, 5, 6, 8, 5]
 
 
-def test_the_copied_token_takes_the_place_of_its_own() -> None:
-    """Its logit is raised, and no token is proposed twice."""
-    text, everything = [4, 1, 2, 3, 4, 1], [[i] for i in range(32)]
-    without = proposals(text, everything, copy_bias=())
+@pytest.mark.parametrize("temperature", [0.0, 2.0])
+def test_the_copied_token_takes_the_place_of_its_own(temperature: float) -> None:
+    """With its logit raised and the noise that is its own; no token is proposed twice."""
+    text = [4, 1, 2, 3, 4, 1]
+
+    def ranking(*bias: float) -> list[int]:
+        return proposals(text, [[i] for i in range(32)], temperature, copy_bias=bias)
+
+    without = ranking()
     assert sorted(without) == list(range(32))
-    assert without[0] != 2
     others = [token for token in without if token != 2]
-    assert proposals(text, everything, copy_bias=(0.0, 0.0)) == without
-    assert proposals(text, everything, copy_bias=(0.0, 50.0)) == [2, *others]
-    assert proposals(text, everything, copy_bias=(50.0, -50.0)) == [*others, 2]
+    assert without not in ([2, *others], [*others, 2])
+    assert ranking(0.0, 0.0) == without
+    assert ranking(0.0, 99.0) == [2, *others]
+    assert ranking(99.0, -99.0) == [*others, 2]
 
 
 def test_nothing_to_copy() -> None:

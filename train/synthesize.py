@@ -27,7 +27,7 @@ from tqdm import tqdm
 from infer import Model, generate, load
 from infer.cli import run
 from train.options import build, option, options_parser
-from train.records import Record, read_conversations
+from train.records import Record, Skip, read_conversations
 
 Message = dict[str, str]
 
@@ -147,7 +147,8 @@ def _user_turns(
     """Each conversation with a user turn more; None where the turn did not end or is empty."""
     assert model.tokenizer is not None
     if not config.user_tokens:
-        return [[{"role": "user", "content": start.strip()}] for start in starts]
+        turns = [start.strip() for start in starts]
+        return [[{"role": "user", "content": turn}] if turn else None for turn in turns]
     prompts = [
         model.tokenizer.encode(
             user_turn_prefix(model.tokenizer, messages) + start, add_special_tokens=False
@@ -195,12 +196,18 @@ def user_turn_prefix(tokenizer: Any, messages: Sequence[Message]) -> str:
 def read_openings(config: SynthesizeConfig) -> Openings:
     """The lines of `openings`, or the empty one alone, and the answers in `texts`.
 
+    Records of `texts` that cannot be used are counted on standard output.
+
     Raises:
-      ValueError: {text} without texts, or texts without answers.
+      ValueError: {text} without texts, texts that nothing uses, or texts without answers.
     """
+    found = list(read_conversations(config.texts)) if config.texts else []
+    skips = [skip for skip in found if isinstance(skip, Skip)]
+    if skips:
+        print(f"{len(skips)} of {len(found)} records left out; the first: {skips[0]}")
     texts = tuple(
         message["content"].strip()
-        for record in (read_conversations(config.texts) if config.texts else ())
+        for record in found
         if isinstance(record, Record)
         for message in record.messages
         if message["role"] == "assistant"
@@ -279,7 +286,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             os.fsync(file.fileno())
             kept += len(conversations)
             bar.update()
-            bar.set_postfix(kept=kept)
+            bar.set_postfix(kept=kept, of=(index + 1) * config.batch_size)
     print(f"{output}: {kept} conversations")
 
 
