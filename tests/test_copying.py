@@ -87,6 +87,17 @@ def test_a_phrase_is_copied_node_by_node() -> None:
     assert proposals([8, 5, 6, 8], "chain-7", copy_bias=(50.0,)) == [5, 6, 8, 5, 6, 8, 5]
 
 
+def test_every_branch_copies_by_its_own_path() -> None:
+    """Node [1, 0] comes after node [1], and not after its neighbour, which is followed by 28."""
+    (own,) = proposals([10], [[0]], copy_bias=())
+    text = [own, 25, 26, 30, 25, 28, 10, 30, 31, 32, 10]
+    assert len(set(text)) == 8
+    tree = [[0], [1], [0, 0], [1, 0], [1, 1], [1, 0, 0], [1, 1, 0]]
+    found = proposals(text, tree, copy_bias=(50.0, 60.0, 70.0))
+    assert found[:4] == [30, own, 31, 25]
+    assert found[5] == 26
+
+
 @pytest.mark.parametrize("temperature", [0.0, 2.0])
 def test_the_copied_token_takes_the_place_of_its_own(temperature: float) -> None:
     """With its logit raised and the noise that is its own; no token is proposed twice."""
