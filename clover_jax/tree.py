@@ -82,15 +82,6 @@ class Tree:
             mask[node] |= mask[self.parents[node]]
         return mask
 
-    @functools.cached_property
-    def children(self) -> np.ndarray:
-        """int32 [N, W]: children of each node by rank, -1 where there is none; W >= 1."""
-        width = int(self.ranks.max()) + 1
-        table = np.full((self.size, width), -1, np.int32)
-        for node in range(1, self.size):
-            table[self.parents[node], self.ranks[node]] = node
-        return table
-
     def level(self, depth: int) -> np.ndarray:
         """int32: the nodes at one depth, in order."""
         return np.flatnonzero(self.depths == depth).astype(np.int32)
@@ -99,28 +90,76 @@ class Tree:
 PLAIN = Tree(())
 
 
-def parse_tree(tree: str | Tree | Iterable[Sequence[int]]) -> Tree:
-    """Reads "paper", "chain-N", or child-rank paths in any order, such as [[0], [1], [0, 0]].
+@dataclasses.dataclass(frozen=True)
+class DynamicTree:
+    """A draft tree whose shape follows the head's confidence (EAGLE-2, arXiv 2406.16858).
+
+    On each of `depth` levels the `width` likeliest nodes propose `width` children each; of all that
+    were proposed, the `nodes` likeliest are verified.
+
+    Attributes:
+      nodes: draft tokens that are verified.
+      depth: levels.
+      width: nodes of a level that propose, and children that each of them proposes.
+      least_ratio: leaves out children less likely than this share of their likeliest sibling
+        (Clover, arXiv 2405.00263: 0.25); 0 is off.
+      top_p: leaves out children beyond the fewest that reach this probability; 1 is off.
+    """
+
+    nodes: int
+    depth: int = 5
+    width: int = 4
+    least_ratio: float = 0.0
+    top_p: float = 1.0
+
+    def __post_init__(self) -> None:
+        if min(self.nodes, self.depth, self.width) < 1:
+            raise ValueError(
+                "a dynamic tree needs at least one node, level and child, not nodes "
+                f"{self.nodes}, depth {self.depth}, width {self.width}"
+            )
+        if self.depth > 999:
+            raise ValueError(f"a dynamic tree of depth {self.depth} is deeper than 999 tokens")
+        if self.nodes < self.depth:
+            raise ValueError(
+                f"a dynamic tree of {self.nodes} nodes cannot fill a depth of {self.depth}"
+            )
+        pool = self.width + (self.depth - 1) * self.width**2
+        if self.nodes > pool:
+            raise ValueError(
+                f"a dynamic tree of depth {self.depth} and width {self.width} proposes {pool} "
+                f"tokens, fewer than the {self.nodes} to keep"
+            )
+        if not 0 <= self.least_ratio <= 1:
+            raise ValueError(f"least_ratio must be between 0 and 1, got {self.least_ratio}")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p of a tree must be above 0 and at most 1, got {self.top_p}")
+
+    @property
+    def size(self) -> int:
+        """N, the root included."""
+        return self.nodes + 1
+
+
+AnyTree = Tree | DynamicTree
+
+
+def parse_tree(tree: str | AnyTree | Iterable[Sequence[int]]) -> AnyTree:
+    """Reads "paper", "chain-N", "dynamic-N", or child-rank paths in any order, such as
+    [[0], [1], [0, 0]].
+
+    "dynamic-N" is a DynamicTree of N nodes, up to five deep, as narrow as N allows but at least
+    four wide.
 
     Raises:
       ValueError: another name, or paths that do not form a tree.
     """
-    if isinstance(tree, Tree):
+    if isinstance(tree, AnyTree):
         return tree
     if isinstance(tree, str):
-        if tree == "paper":
-            return Tree(tuple(sorted(PAPER_PATHS, key=lambda p: (len(p), p))))
-        chain = re.fullmatch(r"chain-([1-9]\d*)", tree)
-        if chain is None:
-            raise ValueError(
-                f"tree {tree!r} is not known; give 'paper', 'chain-N' (such as 'chain-3') or "
-                "child-rank paths (such as [[0], [1], [0, 0]])"
-            )
-        if len(chain[1]) > 3:
-            raise ValueError(f"tree {tree!r} is deeper than 999 tokens")
-        return Tree(tuple((0,) * d for d in range(1, int(chain[1]) + 1)))
+        return _named(tree)
     if not isinstance(tree, Iterable):
-        raise ValueError(f"a tree is 'paper', 'chain-N' or child-rank paths, not {tree!r}")
+        raise ValueError(f"a tree is a name or child-rank paths, not {tree!r}")
     paths = []
     for path in tree:
         if isinstance(path, str) or not isinstance(path, Sequence):
@@ -134,3 +173,24 @@ def parse_tree(tree: str | Tree | Iterable[Sequence[int]]) -> Tree:
         twice = next(p for p in paths if paths.count(p) > 1)
         raise ValueError(f"tree path {list(twice)} is given twice")
     return Tree(tuple(sorted(paths, key=lambda p: (len(p), p))))
+
+
+def _named(name: str) -> AnyTree:
+    if name == "paper":
+        return Tree(tuple(sorted(PAPER_PATHS, key=lambda p: (len(p), p))))
+    found = re.fullmatch(r"(chain|dynamic)-([1-9]\d*)", name)
+    if found is None:
+        raise ValueError(
+            f"tree {name!r} is not known; give 'paper', 'chain-N' or 'dynamic-N' (such as "
+            "'chain-3'), or child-rank paths (such as [[0], [1], [0, 0]])"
+        )
+    if len(found[2]) > 3:
+        raise ValueError(f"tree {name!r} has more than 999 nodes")
+    nodes = int(found[2])
+    if found[1] == "chain":
+        return Tree(tuple((0,) * d for d in range(1, nodes + 1)))
+    depth = min(nodes, 5)
+    width = 4
+    while width + (depth - 1) * width**2 < nodes:
+        width += 1
+    return DynamicTree(nodes, depth, width)

@@ -17,7 +17,8 @@ import numpy as np
 from clover_jax.config import TargetConfig
 from clover_jax.target import Target, causal_mask
 from infer.load import Model
-from infer.sampling import Sampling, gumbel_noise, process, row_keys
+from infer.noise import row_keys
+from infer.sampling import Sampling, gumbel_noise, process
 
 # Two passes over the same tokens round differently. On SmolLM2-135M the leading logits moved by up
 # to 2e-5 in float32 and 0.25 in bfloat16; a difference of two logits by twice that.
@@ -91,12 +92,7 @@ def forced_scores(
     tokens = [*prompt, *new]
     padded = np.zeros((1, max(64, 1 << (len(tokens) - 1).bit_length())), np.int32)
     padded[0, : len(tokens)] = tokens
-    sampling = Sampling(
-        temperature=jnp.asarray([temperature], jnp.float32),
-        top_k=jnp.zeros(1, jnp.int32),
-        top_p=jnp.ones(1, jnp.float32),
-        keys=row_keys(seed, 1),
-    )
+    sampling = Sampling.of(row_keys(seed, 1), model.config.vocab_size, temperature=temperature)
     scores = _scores(
         model.config,
         model.params,

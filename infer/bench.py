@@ -23,7 +23,7 @@ from tqdm import tqdm
 
 from clover_jax.chat import encode_prompt
 from clover_jax.target import lm_head
-from clover_jax.tree import Tree
+from clover_jax.tree import AnyTree
 from infer import cli
 from infer.agreement import first_difference
 from infer.bench_picture import svg
@@ -94,7 +94,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def own_systems(
-    model: Model, tree: Tree, max_new_tokens: int, temperature: float
+    model: Model, tree: AnyTree, max_new_tokens: int, temperature: float
 ) -> dict[str, System]:
     """Plain and speculative generation of one prompt, with equal settings."""
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from clover_jax.tree import Tree, parse_tree
+from clover_jax.tree import AnyTree, parse_tree
 from infer.load import Model, load
 
 DEFAULT_MODEL = "smollm2-135m"
@@ -105,7 +105,7 @@ def add_tree_option(group: argparse._ActionsContainer) -> None:
     )
 
 
-def _tree(text: str) -> Tree:
+def _tree(text: str) -> AnyTree:
     paths = text
     if text.lstrip().startswith("["):
         try:

@@ -3,20 +3,20 @@
 Plain decoding is the same loop with a tree that is only its root. One step of a row that has
 `length` tokens in its caches and the last emitted token as root of the tree:
 
-    propose   the head fills the tree                            tokens  [B, N]
-    verify    the target reads cache + tree in one pass          logits  [B, N, V], hidden [B, N, D]
-    accept    follow the target's choices                        path    [B, L], count [B]
+    propose   the head fills the tree                            tokens, parents [B, N]
+    verify    the target reads cache + tree in one pass          logits [B, N, V], hidden [B, N, D]
+    accept    follow the target's choices                        path [B, L], count [B]
     commit    keys and values of the path enter the cache        length += count
-    advance   the head reads the accepted tokens                 state   [B, D]
+    advance   the head reads the accepted tokens                 state [B, D]
 
-Axes: B batch, N tree nodes, L = depth of the tree + 1, S cache slots, C prompt chunk,
-E end-of-sequence ids, D model, V vocabulary.
+Axes: B batch, N tree nodes, L = depth of the tree + 1, S cache slots, C prompt chunk, D model,
+V vocabulary.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import flax.struct
 import jax
@@ -25,10 +25,15 @@ import jax.numpy as jnp
 from clover_jax import cache as kv
 from clover_jax.config import DraftConfig, TargetConfig
 from clover_jax.target import Target, causal_mask
-from clover_jax.tree import Tree
+from clover_jax.tree import PLAIN, AnyTree, DynamicTree
 from infer.accept import Accepted, accept
-from infer.propose import Draft, propose, read
-from infer.sampling import Sampling, choose, gumbel_noise
+from infer.adjust import history
+from infer.drafter import Draft, Drafter, read
+from infer.propose import Proposal, propose, root_alone
+from infer.rejection import DRAFT_STREAM, accept_by_rejection
+from infer.sampling import Sampling, gumbel_noise
+
+Acceptance = Literal["shared", "rejection"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,16 +43,22 @@ class Shape:
     Attributes:
       target: the target's config.
       draft: the head's, or None for plain decoding.
-      tree: the draft tree; without paths for plain decoding.
+      tree: the draft tree; PLAIN for plain decoding.
+      acceptance: "shared" noise, or "rejection" (see rejection.py).
     """
 
     target: TargetConfig
     draft: DraftConfig | None
-    tree: Tree
+    tree: AnyTree
+    acceptance: Acceptance = "shared"
 
     def __post_init__(self) -> None:
-        if (self.draft is None) != (self.tree.depth == 0):
+        if (self.draft is None) != (self.tree == PLAIN):
             raise ValueError("a draft head needs a tree with paths, and plain decoding has neither")
+        if self.acceptance not in ("shared", "rejection"):
+            raise ValueError(f"acceptance {self.acceptance!r} is neither 'shared' nor 'rejection'")
+        if self.acceptance == "rejection" and isinstance(self.tree, DynamicTree):
+            raise ValueError("acceptance by rejection draws its tree, so it takes no dynamic one")
 
 
 class Weights(NamedTuple):
@@ -63,12 +74,17 @@ class Request(NamedTuple):
     Attributes:
       sampling: settings of each row.
       budget: int32 [B], the most tokens to emit.
-      eos_ids: int32 [E], tokens that end a row; padded with -1.
+      logprobs: bool, log-probabilities of the emitted tokens are wanted.
     """
 
     sampling: Sampling
     budget: jax.Array
-    eos_ids: jax.Array
+    logprobs: jax.Array
+
+    @property
+    def ends(self) -> jax.Array:
+        """bool [B, V]: tokens that end a row."""
+        return self.sampling.adjustments.ends
 
 
 @flax.struct.dataclass
@@ -77,6 +93,7 @@ class DecodeState:
 
     Attributes:
       tokens: int32 [B, S], the prompt and after it the new tokens.
+      logprobs: f32 [B, S], of the new tokens under the target's own distribution, if wanted.
       emitted: int32 [B], how many of them are new.
       ended: bool [B], the last one is an end-of-sequence token.
       length: int32 [B], tokens in the caches: all but the last one, the root of the next tree.
@@ -88,6 +105,7 @@ class DecodeState:
     """
 
     tokens: jax.Array
+    logprobs: jax.Array
     emitted: jax.Array
     ended: jax.Array
     length: jax.Array
@@ -112,6 +130,7 @@ def prefill(
     prompt_length: jax.Array,
     slots: int,
     chunk: int,
+    samples: int = 1,
 ) -> DecodeState:
     """Reads the prompts in chunks and emits each row's first token.
 
@@ -119,11 +138,12 @@ def prefill(
     still has L = 0.
 
     Args:
-      prompt: int32 [B, P], left-aligned, P a multiple of `chunk`; ids beyond a row's length are
-        ignored.
-      prompt_length: int32 [B], at least 1.
+      prompt: int32 [B / samples, P], left-aligned, P a multiple of `chunk`; ids beyond a row's
+        length are ignored.
+      prompt_length: int32 [B / samples], at least 1.
       slots: S.
       chunk: C; no score matrix is larger than [C, S + C].
+      samples: rows that each prompt is continued in, side by side.
     """
     batch = prompt.shape[0]
     target = Target(target_config)
@@ -168,14 +188,25 @@ def prefill(
     target_cache, draft_cache, last_hidden = jax.lax.fori_loop(0, chunks, read_chunk, carry)
 
     logits = target.apply(target_vars, last_hidden, method="logits")
-    noise = gumbel_noise(request.sampling, prompt_length, target_config.vocab_size)
-    first = choose(logits, noise, request.sampling)
+
+    tokens = prompt[:, :slots]
+    if samples > 1:
+        read_once = (tokens, prompt_length, target_cache, draft_cache, last_hidden, logits)
+        repeated = jax.tree.map(lambda x: jnp.repeat(x, samples, axis=0), read_once)
+        tokens, prompt_length, target_cache, draft_cache, last_hidden, logits = repeated
+    batch = len(tokens)
+    rows, none = jnp.arange(batch), jnp.zeros((batch,), jnp.int32)
+    sampling = request.sampling
+    past = history(sampling.adjustments, tokens, prompt_length, none)
+    noise = gumbel_noise(sampling, prompt_length, target_config.vocab_size)
+    first = accept(root_alone(tokens[:, :1]), logits[:, None], [noise], sampling, past).tokens
     wanted = request.budget > 0
-    rows = jnp.arange(batch)
+    logprobs = _logprobs(request, logits[:, None], none[:, None], first)[:, 0]
     state = DecodeState(
-        tokens=prompt[:, :slots].at[rows, prompt_length].set(first, mode="drop"),
+        tokens=tokens.at[rows, prompt_length].set(first[:, 0], mode="drop"),
+        logprobs=jnp.zeros(tokens.shape).at[rows, prompt_length].set(logprobs, mode="drop"),
         emitted=wanted.astype(jnp.int32),
-        ended=wanted & jnp.isin(first, request.eos_ids),
+        ended=wanted & request.ends[rows, first[:, 0]],
         length=prompt_length - 1,
         target_cache=target_cache,
         draft_cache=draft_cache,
@@ -184,7 +215,7 @@ def prefill(
         accepted=jnp.zeros((batch, 0), jnp.int32),
     )
     one = jnp.ones((batch,), jnp.int32)
-    return _advance(draft_config, weights, state, last_hidden[:, None], first[:, None], one)
+    return _advance(draft_config, weights, state, last_hidden[:, None], first, one)
 
 
 def decode(
@@ -207,41 +238,30 @@ def decode_step(
     shape: Shape, weights: Weights, request: Request, state: DecodeState
 ) -> DecodeState:
     """One pass of the target: every unfinished row emits between 1 and L tokens."""
-    tree, sampling = shape.tree, request.sampling
     slots = kv.num_slots(state.target_cache)
-    noise = [
-        gumbel_noise(sampling, state.length + 1 + depth, shape.target.vocab_size)
-        for depth in range(tree.depth + 1)
-    ]
-    head = _head(shape.draft, weights)
-    if head is None:
-        drafted = jnp.take_along_axis(state.tokens, state.length[:, None], axis=1)
-    else:
-        drafted = propose(
-            *head, tree, state.draft_state, state.tokens, state.length, noise, sampling
-        )
-
-    positions = state.length[:, None] + tree.depths
-    hidden, new, logits = _verify(shape, weights, state, jnp.maximum(drafted, 0), positions)
-    path = accept(tree, drafted, logits, noise, sampling)
+    proposal, path, hidden, new, logits = _draft_and_verify(shape, weights, request, state)
 
     active = running(state, request)
     room_left = request.budget - state.emitted
-    is_eos = jnp.isin(path.tokens, request.eos_ids)
-    never = tree.depth + 2  # beyond any count
-    until_eos = jnp.where(jnp.any(is_eos, axis=1), jnp.argmax(is_eos, axis=1) + 1, never)
-    count = jnp.where(active, jnp.minimum(jnp.minimum(path.length, until_eos), room_left), 0)
+    rows = jnp.arange(len(state.tokens))[:, None]
+    is_end = request.ends[rows, path.tokens]
+    never = shape.tree.depth + 2  # beyond any count
+    until_end = jnp.where(jnp.any(is_end, axis=1), jnp.argmax(is_end, axis=1) + 1, never)
+    count = jnp.where(active, jnp.minimum(jnp.minimum(path.length, until_end), room_left), 0)
 
-    steps = jnp.arange(tree.depth + 1)
+    steps = jnp.arange(shape.tree.depth + 1)
     emitted_here = steps < count[:, None]  # [B, L]
-    rows = jnp.arange(drafted.shape[0])[:, None]
     where = jnp.where(emitted_here, state.length[:, None] + 1 + steps, slots)
-    written = _slots_of_path(tree, path, emitted_here, positions, slots)
+    on_path = path.nodes[:, :, None] == jnp.arange(shape.tree.size)  # [B, L, N]
+    kept = jnp.any(on_path & emitted_here[:, :, None], axis=1)
+    written = jnp.where(kept, state.length[:, None] + proposal.depths, slots)  # [B, N]
+    logprobs = _logprobs(request, logits, path.nodes, path.tokens)
     state = dataclasses.replace(
         state,
         tokens=state.tokens.at[rows, where].set(path.tokens, mode="drop"),
+        logprobs=state.logprobs.at[rows, where].set(logprobs, mode="drop"),
         emitted=state.emitted + count,
-        ended=state.ended | (active & (until_eos <= count)),
+        ended=state.ended | (active & (until_end <= count)),
         target_cache=kv.commit(state.target_cache, new, written, hidden),
         passes=state.passes + active,
         accepted=state.accepted + emitted_here,
@@ -250,16 +270,47 @@ def decode_step(
     return _advance(shape.draft, weights, state, path_hidden, path.tokens, count)
 
 
+def _draft_and_verify(
+    shape: Shape, weights: Weights, request: Request, state: DecodeState
+) -> tuple[Proposal, Accepted, jax.Array, kv.KVCache, jax.Array]:
+    """The tree, the path through it, and what the target computed at its nodes: hidden [B, N, D],
+    new keys and values, logits [B, N, V]."""
+    sampling, vocab_size = request.sampling, shape.target.vocab_size
+    depths = range(shape.tree.depth + 1)
+    following = [state.length + 1 + depth for depth in depths]  # positions after nodes, by depth
+    past = history(sampling.adjustments, state.tokens, state.length + 1, state.emitted)
+    noise = [gumbel_noise(sampling, at, vocab_size) for at in following]
+    head = _head(shape.draft, weights)
+    if head is None:
+        root = jnp.take_along_axis(state.tokens, state.length[:, None], axis=1)
+        proposal = root_alone(root)
+    else:
+        draft_noise = noise
+        if shape.acceptance == "rejection":
+            draft_noise = [gumbel_noise(sampling, at, vocab_size, DRAFT_STREAM) for at in following]
+        drafter = Drafter(*head, state.tokens, state.length, draft_noise, sampling, past)
+        proposal = propose(drafter, shape.tree, state.draft_state)
+
+    hidden, new, logits = _verify(shape, weights, state, proposal)
+    if shape.acceptance == "rejection":
+        assert not isinstance(shape.tree, DynamicTree)  # as Shape has checked
+        path = accept_by_rejection(shape.tree, proposal, logits, following[0], sampling, past)
+    else:
+        path = accept(proposal, logits, noise, sampling, past)
+    return proposal, path, hidden, new, logits
+
+
 def _verify(
-    shape: Shape, weights: Weights, state: DecodeState, tokens: jax.Array, positions: jax.Array
+    shape: Shape, weights: Weights, state: DecodeState, proposal: Proposal
 ) -> tuple[jax.Array, kv.KVCache, jax.Array]:
     """The target over cache and tree: hidden [B, N, D], new keys and values, logits [B, N, V]."""
     target, variables = Target(shape.target), {"params": weights.target}
+    positions = state.length[:, None] + proposal.depths
     hidden, new = target.apply(
         variables,
-        tokens,
+        jnp.maximum(proposal.tokens, 0),
         positions,
-        jnp.asarray(shape.tree.ancestors),
+        proposal.ancestors,
         state.target_cache,
         state.length,
         positions + 1,
@@ -267,13 +318,21 @@ def _verify(
     return hidden, new, target.apply(variables, hidden, method="logits")
 
 
-def _slots_of_path(
-    tree: Tree, path: Accepted, emitted: jax.Array, positions: jax.Array, slots: int
+def _logprobs(
+    request: Request, logits: jax.Array, nodes: jax.Array, tokens: jax.Array
 ) -> jax.Array:
-    """int32 [B, N]: the cache slot of each emitted node; `slots`, out of range, for the rest."""
-    on_path = path.nodes[:, :, None] == jnp.arange(tree.size)  # [B, L, N]
-    kept = jnp.any(on_path & emitted[:, :, None], axis=1)
-    return jnp.where(kept, positions, slots)
+    """f32 [B, L]: log-probability of each token of [B, L] after its node; zeros if not wanted.
+
+    Args:
+      logits: f32 [B, N, V].
+    """
+
+    def look_up() -> jax.Array:
+        rows = jnp.arange(len(tokens))[:, None]
+        after = jax.nn.log_softmax(logits[rows, nodes], axis=-1)  # [B, L, V]
+        return jnp.take_along_axis(after, tokens[..., None], axis=2)[..., 0]
+
+    return jax.lax.cond(request.logprobs, look_up, lambda: jnp.zeros(tokens.shape))
 
 
 def _advance(

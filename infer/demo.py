@@ -12,7 +12,7 @@ from itertools import islice
 from typing import NamedTuple
 
 from clover_jax.chat import encode_prompt
-from clover_jax.tree import Tree, parse_tree
+from clover_jax.tree import AnyTree, parse_tree
 from infer import cli
 from infer.agreement import first_difference
 from infer.bench import own_systems
@@ -143,7 +143,7 @@ def _shown(model: Model, token: int) -> str:
     return repr(model.tokenizer.decode([token])) if model.tokenizer is not None else str(token)
 
 
-def _compile(model: Model, prompt: list[int], tree: Tree | None) -> None:
+def _compile(model: Model, prompt: list[int], tree: AnyTree | None) -> None:
     """The first piece of a stream compiles the prefill, the second the decode loop."""
     for _ in islice(stream(model, prompt, NEW_TOKENS, tree=tree), 2):
         pass

@@ -6,15 +6,17 @@ import dataclasses
 import re
 import time
 from collections.abc import Iterator, Sequence
+from typing import Unpack
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from clover_jax.tree import PLAIN, Tree, parse_tree
+from clover_jax.tree import PLAIN, AnyTree, parse_tree
 from infer.call import Call, Prompt, prepare
-from infer.decode import DecodeState, decode, prefill
+from infer.decode import Acceptance, DecodeState, decode, prefill
 from infer.load import Model
+from infer.options import Options
 
 _BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")
 _STREAM_STEPS = 4  # target passes between two pieces of a stream
@@ -67,6 +69,7 @@ def generate(
     top_p: float | Sequence[float] = 1.0,
     top_k: int | Sequence[int] = 0,
     seed: int | Sequence[int] = 0,
+    **options: Unpack[Options],
 ) -> Generation:
     """Generates with the target alone.
 
@@ -88,7 +91,9 @@ def generate(
     Raises:
       ValueError: a prompt or a setting that cannot be used, with the numbers.
     """
-    call = prepare(model, prompts, max_new_tokens, temperature, top_p, top_k, seed, PLAIN)
+    call = prepare(
+        model, prompts, PLAIN, max_new_tokens, temperature, top_p, top_k, seed, **options
+    )
     return _finish(model, call, *_run(call))
 
 
@@ -100,7 +105,9 @@ def speculative_generate(
     top_p: float | Sequence[float] = 1.0,
     top_k: int | Sequence[int] = 0,
     seed: int | Sequence[int] = 0,
-    tree: str | Tree | Sequence[Sequence[int]] = "paper",
+    tree: str | AnyTree | Sequence[Sequence[int]] = "paper",
+    acceptance: Acceptance = "shared",
+    **options: Unpack[Options],
 ) -> Generation:
     """Generates the same text as `generate` with the same arguments, in fewer target passes.
 
@@ -112,7 +119,18 @@ def speculative_generate(
       ValueError: also if the model has no head or the paths form no tree.
     """
     parsed = _speculative_tree(model, tree)
-    call = prepare(model, prompts, max_new_tokens, temperature, top_p, top_k, seed, parsed)
+    call = prepare(
+        model,
+        prompts,
+        parsed,
+        max_new_tokens,
+        temperature,
+        top_p,
+        top_k,
+        seed,
+        acceptance,
+        **options,
+    )
     return _finish(model, call, *_run(call))
 
 
@@ -124,7 +142,7 @@ def stream(
     top_p: float = 1.0,
     top_k: int = 0,
     seed: int = 0,
-    tree: str | Tree | Sequence[Sequence[int]] | None = "paper",
+    tree: str | AnyTree | Sequence[Sequence[int]] | None = "paper",
 ) -> Iterator[str]:
     """The text of one prompt piece by piece; joined, the pieces are the whole text.
 
@@ -139,7 +157,7 @@ def stream(
         raise ValueError("streaming yields text, and this model has no tokenizer")
     parsed = PLAIN if tree is None else _speculative_tree(model, tree)
     return _pieces(
-        model, prepare(model, [prompt], max_new_tokens, temperature, top_p, top_k, seed, parsed)
+        model, prepare(model, [prompt], parsed, max_new_tokens, temperature, top_p, top_k, seed)
     )
 
 
@@ -160,11 +178,11 @@ def _pieces(model: Model, call: Call) -> Iterator[str]:
         state = _decode(call.shape, call.weights, call.request, state, jnp.int32(_STREAM_STEPS))
 
 
-_prefill = jax.jit(prefill, static_argnums=(0, 1), static_argnames=("slots", "chunk"))
+_prefill = jax.jit(prefill, static_argnums=(0, 1), static_argnames=("slots", "chunk", "samples"))
 _decode = jax.jit(decode, static_argnums=0, donate_argnums=3)
 
 
-def _speculative_tree(model: Model, tree: str | Tree | Sequence[Sequence[int]]) -> Tree:
+def _speculative_tree(model: Model, tree: str | AnyTree | Sequence[Sequence[int]]) -> AnyTree:
     if model.draft is None:
         raise ValueError("this model has no draft head; use generate(), or load one with draft=...")
     return parse_tree(tree)
@@ -180,8 +198,9 @@ def _start(call: Call) -> DecodeState:
         call.prompt_length,
         slots=call.slots,
         chunk=call.chunk,
+        samples=call.samples,
     )
-    rows, levels = len(call.prompt), call.shape.tree.depth + 1
+    rows, levels = len(state.tokens), call.shape.tree.depth + 1
     return dataclasses.replace(state, accepted=jnp.zeros((rows, levels), jnp.int32))
 
 

@@ -20,7 +20,7 @@ from clover_jax.weights.gguf_tokenizer import tokenizer as gguf_tokenizer
 from clover_jax.weights.huggingface import HuggingFaceSource, eos_ids
 from clover_jax.weights.source import CheckpointError, TensorSource
 from clover_jax.weights.target import load_target
-from infer.propose import Draft
+from infer.drafter import Draft
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

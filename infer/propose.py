@@ -1,196 +1,164 @@
-"""Drafting: the head reads what was accepted, and fills the tree level by level.
+"""The draft tree: its tokens, and for dynamic trees its shape.
 
-Axes: B batch, S tokens of the text, T tokens, N tree nodes, F nodes of one level, M tokens that are
-compared to copy, D model, W draft vocabulary, V vocabulary.
+Axes: B batch, N tree nodes, F nodes of one level, K width of a dynamic tree, P its pool of
+candidates, D model.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from clover_jax import cache as kv
-from clover_jax.config import DraftConfig
-from clover_jax.copying import last_tokens, longest_match
-from clover_jax.draft import DraftHead
-from clover_jax.matmul import matmul
-from clover_jax.target import causal_mask
-from clover_jax.tree import Tree
-from infer.sampling import Sampling, process
+from clover_jax.tree import DynamicTree, Tree
+from infer.drafter import Drafter, Proposals
 
 
-class Draft(NamedTuple):
-    """A head made ready for drafting.
+class Proposal(NamedTuple):
+    """A filled tree. Arrays of a static tree's shape have 1 instead of B.
 
     Attributes:
-      params: the head's own parameters.
-      lm_rows: [W, D], rows of the target's LM head for the tokens it may propose.
-      token_ids: int32 [W], those tokens.
-      embedding: [V, D], e: the target's token embedding or its LM head.
-      lm_head: [V, D], the target's: any token may be copied from the text.
-    """
-
-    params: Any
-    lm_rows: jax.Array
-    token_ids: jax.Array
-    embedding: jax.Array
-    lm_head: jax.Array
-
-
-def read(
-    config: DraftConfig,
-    draft: Draft,
-    cache: kv.KVCache,
-    length: jax.Array,
-    hidden: jax.Array,
-    following: jax.Array,
-    positions: jax.Array,
-    valid: jax.Array,
-    span: jax.Array,
-) -> tuple[jax.Array, kv.KVCache]:
-    """Lets the head read accepted tokens.
-
-    Args:
-      cache: the head's, with `length` (int32 [B]) tokens in each row.
-      hidden: [B, T, D], the target's state at each position.
-      following: int32 [B, T], the token after each.
-      positions: int32 [B, T].
-      valid: bool [B, T], a prefix of each row; the rest leaves no trace.
-      span: as for Target.
-
-    Returns:
-      s_0 at each position, [B, T, D], and the cache with the valid tokens in it.
-    """
-    states, new = DraftHead(config).apply(
-        {"params": draft.params},
-        hidden,
-        draft.embedding[following],
-        positions,
-        causal_mask(positions.shape[1]),
-        cache,
-        length,
-        span,
-        method="advance",
-    )
-    slots = jnp.where(valid, positions, kv.num_slots(cache))
-    return states, kv.commit(cache, new, slots, states)
-
-
-def propose(
-    config: DraftConfig,
-    draft: Draft,
-    tree: Tree,
-    state: jax.Array,
-    text: jax.Array,
-    root: jax.Array,
-    noise: Sequence[jax.Array],
-    sampling: Sampling,
-) -> jax.Array:
-    """Fills the tree.
-
-    The children of a node are the tokens with the largest processed draft logit plus noise, the
-    noise being the one the target will choose with.
-
-    Args:
-      state: [B, D], s_0 at the root.
-      text: int32 [B, S], the tokens so far.
-      root: int32 [B], where the last of them, the root, lies.
-      noise: per depth 1.. of the tree, f32 [B, V].
-
-    Returns:
-      int32 [B, N] tokens in node order; -1, which nothing matches, where the draft vocabulary has
-      fewer tokens than the tree asks for.
-    """
-    head = DraftHead(config)
-    variables = {"params": draft.params}
-    tokens = jnp.take_along_axis(text, root[:, None], axis=1)
-    ending = last_tokens(text, root[:, None], len(config.copy_bias))  # [B, F, M]
-    states, features = state[:, None], head.apply(variables, state, method="first_features")
-    features = features[:, None]  # [B, F, D], F = 1
-    frontier = np.zeros(1, np.int32)  # the nodes whose children come next
-    for depth in range(1, tree.depth + 1):
-        level = tree.level(depth)
-        wanted = int(tree.ranks[level].max()) + 1
-        copies = _copies(config, text, root, ending) if config.copy_bias else None
-        children = _children(draft, features, copies, noise[depth - 1], sampling, wanted)
-        parent = np.searchsorted(frontier, tree.parents[level])
-        level_tokens = children[:, parent, tree.ranks[level]]  # [B, nodes of the level]
-        tokens = jnp.concatenate([tokens, level_tokens], axis=1)
-
-        inner = np.isin(level, tree.parents)
-        if not inner.any():
-            break
-        embeddings = draft.embedding[jnp.maximum(level_tokens[:, inner], 0)]
-        states, features = head.apply(
-            variables, states[:, parent[inner]], embeddings, method="extend"
-        )
-        own = level_tokens[:, inner, None]
-        ending = jnp.concatenate([own, ending[:, parent[inner]]], axis=2)[..., : ending.shape[2]]
-        frontier = level[inner]
-    return tokens
-
-
-class Copies(NamedTuple):
-    """What each node copies from the text.
-
-    Attributes:
-      tokens: int32 [B, F].
-      bias: f32 [B, F], what their logits gain; -inf where nothing is copied.
+      tokens: int32 [B, N]; node 0 is the root; -1, which nothing matches, where there was nothing
+        to propose.
+      parents: int32 [B, N]; -1 for the root.
+      depths: int32 [B, N].
+      ancestors: bool [B, N, N], row i marks node i and the nodes on its way to the root.
+      inner: the proposals that each inner node's children were drawn from, level by level; None for
+        a dynamic tree.
     """
 
     tokens: jax.Array
-    bias: jax.Array
+    parents: jax.Array
+    depths: jax.Array
+    ancestors: jax.Array
+    inner: tuple[Proposals, ...] | None
 
 
-def _copies(config: DraftConfig, text: jax.Array, root: jax.Array, ending: jax.Array) -> Copies:
-    """The copies for nodes in which the tokens `ending` [B, F, M] end."""
-    match = longest_match(text, root[:, None], ending)
-    return Copies(
-        tokens=jnp.take_along_axis(text, match.place, axis=1),
-        bias=jnp.asarray((-jnp.inf, *config.copy_bias))[match.length],
+def root_alone(token: jax.Array) -> Proposal:
+    """The tree of plain decoding; token int32 [B, 1]."""
+    return _static(Tree(()), token, ())
+
+
+def propose(drafter: Drafter, tree: Tree | DynamicTree, state: jax.Array) -> Proposal:
+    """Fills the tree.
+
+    The children of a node are the tokens with the largest processed draft logit plus noise, the
+    noise being the one that the target will choose with.
+
+    Args:
+      state: [B, D], s_0 at the root.
+    """
+    if isinstance(tree, DynamicTree):
+        return _propose_dynamic(drafter, tree, state)
+    tokens, frontier = drafter.root_token, drafter.start(state)
+    nodes = np.zeros(1, np.int32)  # of the frontier
+    inner = []
+    for depth in range(1, tree.depth + 1):
+        level = tree.level(depth)
+        proposals = drafter.propose(frontier)
+        inner.append(proposals)
+        children, _ = proposals.best(int(tree.ranks[level].max()) + 1)
+        parent = np.searchsorted(nodes, tree.parents[level])
+        level_tokens = children[:, parent, tree.ranks[level]]  # [B, nodes of the level]
+        tokens = jnp.concatenate([tokens, level_tokens], axis=1)
+        kept = np.isin(level, tree.parents)
+        if kept.any():
+            path = _grown(frontier.path[:, parent[kept]], level_tokens[:, kept])
+            frontier = drafter.extend(frontier.states[:, parent[kept]], path)
+            nodes = level[kept]
+    return _static(tree, tokens, tuple(inner))
+
+
+def _static(tree: Tree, tokens: jax.Array, inner: tuple[Proposals, ...]) -> Proposal:
+    parents, depths, ancestors = (
+        jnp.asarray(x)[None] for x in (tree.parents, tree.depths, tree.ancestors)
+    )
+    return Proposal(tokens, parents, depths, ancestors, inner)
+
+
+def _propose_dynamic(drafter: Drafter, tree: DynamicTree, state: jax.Array) -> Proposal:
+    """Expands the K most likely nodes of each level, then keeps the N - 1 most likely of all
+    (EAGLE-2, arXiv 2406.16858, section 4).
+
+    A node's score is the log-probability that the target goes there, as the head sees it: the sum
+    over its path of log softmax(logits + noise). The noise belongs in it, for the target chooses
+    with the same.
+    """
+    frontier = drafter.start(state)
+    batch, width = len(state), tree.width
+    joint = jnp.zeros((batch, 1))  # of the frontier's nodes
+    first = jnp.full((batch, 1), -1, jnp.int32)  # where in the pool the frontier's nodes are
+    pool: list[tuple[jax.Array, jax.Array, jax.Array]] = []  # tokens, scores, parents: [B, F * K]
+    size = 0
+    for depth in range(1, tree.depth + 1):
+        tokens, scores = _likely(drafter.propose(frontier), tree)  # [B, F, K]
+        scores = (scores + joint[..., None]).reshape(batch, -1)
+        tokens = tokens.reshape(batch, -1)
+        parents = jnp.repeat(first, width, axis=1)
+        pool.append((tokens, scores, parents))
+        if depth < tree.depth:
+            joint, best = jax.lax.top_k(scores, width)
+            path = _grown(_take(frontier.path, best // width), _take(tokens, best))
+            frontier = drafter.extend(_take(frontier.states, best // width), path)
+            first = size + best.astype(jnp.int32)
+        size += scores.shape[1]
+
+    tokens, scores, parents = (jnp.concatenate(x, axis=1) for x in zip(*pool, strict=True))
+    # Of equal scores top_k takes the first, so no node is kept without its parent.
+    _, kept = jax.lax.top_k(scores, tree.size - 1)
+    kept = jnp.sort(kept, axis=1)
+    tokens = jnp.where(_take(scores, kept) > -jnp.inf, _take(tokens, kept), -1)
+    parents = _take(parents, kept)
+    # Node i + 1 of the tree is entry kept[i] of the pool; the root, -1 in the pool, is node 0.
+    parents = jnp.sum(kept[:, None] <= parents[..., None], axis=2)
+    parents = jnp.concatenate([jnp.full((batch, 1), -1), parents], axis=1).astype(jnp.int32)
+    ancestors = _ancestors(parents, tree.depth)
+    return Proposal(
+        tokens=jnp.concatenate([drafter.root_token, tokens], axis=1),
+        parents=parents,
+        depths=jnp.sum(ancestors, axis=2, dtype=jnp.int32) - 1,
+        ancestors=ancestors,
+        inner=None,
     )
 
 
-def _children(
-    draft: Draft,
-    features: jax.Array,
-    copies: Copies | None,
-    noise: jax.Array,
-    sampling: Sampling,
-    wanted: int,
-) -> jax.Array:
-    """The best tokens after each node, best first, int32 [B, F, wanted].
+def _likely(proposals: Proposals, tree: DynamicTree) -> tuple[jax.Array, jax.Array]:
+    """The K likeliest children of each node and their log-probabilities, [B, F, K] both; -inf for
+    those that the tree's options leave out."""
+    tokens, scores = proposals.best(tree.width)
+    total = jax.nn.logsumexp(proposals.scores, axis=-1, keepdims=True)
+    scores = jnp.where(tokens >= 0, scores - total, -jnp.inf)
+    if tree.least_ratio > 0:
+        scores = jnp.where(scores < scores[..., :1] + np.log(tree.least_ratio), -jnp.inf, scores)
+    if tree.top_p < 1:
+        mass = jnp.exp(scores)
+        scores = jnp.where(jnp.cumsum(mass, axis=-1) - mass < tree.top_p, scores, -jnp.inf)
+    return tokens, scores
 
-    Args:
-      features: [B, F, D], what the LM head reads.
-      copies: one more candidate for each node, which takes the place of its own among the others.
-      noise: f32 [B, V], of the children's depth.
-    """
-    features = features.astype(draft.lm_rows.dtype)
-    logits = matmul(features, draft.lm_rows)  # [B, F, W]
-    size = logits.shape[-1]
-    level_noise = jnp.broadcast_to(jnp.take(noise, draft.token_ids, axis=1)[:, None], logits.shape)
-    if copies is not None:
-        row = draft.lm_head[copies.tokens].astype(jnp.float32)
-        logit = jnp.sum(features.astype(jnp.float32) * row, axis=-1) + copies.bias
-        copied = copies.tokens[..., None]
-        found = (copies.bias > -jnp.inf)[..., None]
-        logits = jnp.where(found & (draft.token_ids == copied), -jnp.inf, logits)
-        logits = jnp.concatenate([logits, logit[..., None]], axis=-1)
-        its_noise = jnp.take_along_axis(noise, copies.tokens, axis=1)
-        level_noise = jnp.concatenate([level_noise, its_noise[..., None]], axis=-1)
-    scores = jax.vmap(process, in_axes=(1, None), out_axes=1)(logits, sampling) + level_noise
-    _, best = jax.lax.top_k(scores, min(wanted, scores.shape[-1]))
-    children = draft.token_ids[jnp.minimum(best, size - 1)]
-    if copies is not None:
-        # A copy of nothing is no token, and what stands beside its own copy is none a second time.
-        is_copy = best == size
-        beside = found & jnp.any(is_copy, axis=-1, keepdims=True) & (children == copied)
-        ruled_out = jnp.where(is_copy, ~found, beside)
-        children = jnp.where(ruled_out, -1, jnp.where(is_copy, copied, children))
-    missing = wanted - best.shape[-1]
-    return jnp.pad(children, ((0, 0), (0, 0), (0, missing)), constant_values=-1)
+
+def _ancestors(parents: jax.Array, depth: int) -> jax.Array:
+    """bool [B, N, N] from parents int32 [B, N], by pointer jumping: each round joins a node's marks
+    with those of a node twice as far up."""
+    size = parents.shape[1]
+    marks = jnp.broadcast_to(jnp.eye(size, dtype=bool), (len(parents), size, size))
+    above = jnp.maximum(parents, 0)  # the root is above itself
+    reach = 1
+    while reach <= depth:
+        marks = marks | _take(marks, above)
+        above = _take(above, above)
+        reach *= 2
+    return marks
+
+
+def _grown(path: jax.Array, tokens: jax.Array) -> jax.Array:
+    """Paths [B, F, d] and one token more for each, [B, F]."""
+    return jnp.concatenate([path, tokens[..., None]], axis=2)
+
+
+@functools.partial(jax.vmap, in_axes=(0, 0))
+def _take(x: jax.Array, index: jax.Array) -> jax.Array:
+    """x [B, F, ...] at index int32 [B, G]: [B, G, ...]."""
+    return x[index]

@@ -1,28 +1,26 @@
-"""From logits to a token: temperature, top-k, top-p, and noise that plain and draft share.
+"""From logits to a token: adjustments, temperature, top-k, top-p, min-p, and shared noise.
 
 The token at position t of a row is argmax(processed logits + g_t), with g_t Gumbel noise drawn
-from fold_in(row key, t): a sample of the softmax (the Gumbel-max trick). Whoever asks for the token
-at t, the plain loop, the draft or the verification, meets the same noise; so a draft that is close
-to the target proposes what the target will say, and the text depends on the target and the seed
-alone (drafter-invariant coupling, arXiv 2408.07978).
+from fold_in(row key, t): a sample of the softmax (the Gumbel-max trick). A draft that is close to
+the target and ranks with the same noise proposes what the target will say; and the text depends on
+the target and the seed alone.
 
-Axes: B rows, V vocabulary.
+Axes: B rows, C candidates, V vocabulary; `...` axes between rows and candidates.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
+
+from infer.adjust import Adjustments
+from infer.noise import gumbel
 
 # Probabilities are sums of rounded numbers: a prefix that misses top_p by less has reached it.
 _MASS_TOLERANCE = 1e-6
-
-# Named, because the same seed must give the same text whatever JAX's default is set to.
-_GENERATOR = "threefry2x32"
 
 
 class Sampling(NamedTuple):
@@ -32,74 +30,112 @@ class Sampling(NamedTuple):
       temperature: f32 [B]; 0 is greedy.
       top_k: int32 [B]; 0 is off.
       top_p: f32 [B]; 1 is off.
+      min_p: f32 [B]; 0 is off.
+      adjustments: what is done to the logits before.
       keys: uint32 [B, 2], raw key data; noise depends on it and on the position alone.
     """
 
     temperature: jax.Array
     top_k: jax.Array
     top_p: jax.Array
+    min_p: jax.Array
+    adjustments: Adjustments
     keys: jax.Array
 
+    @classmethod
+    def of(
+        cls,
+        keys: jax.Array,
+        vocab_size: int,
+        *,
+        temperature: Any = 0.0,
+        top_k: Any = 0,
+        top_p: Any = 1.0,
+        min_p: Any = 0.0,
+    ) -> Sampling:
+        """Settings for the rows of `keys`, each one value or one per row; no adjustments."""
+        rows = len(keys)
 
-def row_keys(seed: int | Sequence[int], rows: int) -> jax.Array:
-    """Key data of each row, uint32 [rows, 2]: one seed per row, or seed + i for row i.
+        def each(value: Any, dtype: Any = jnp.float32) -> jax.Array:
+            return jnp.broadcast_to(jnp.asarray(value, dtype), (rows,))
 
-    Raises:
-      ValueError: seeds that are not whole numbers, or not one per row.
-    """
-    seeds = np.asarray(seed)
-    if not np.issubdtype(seeds.dtype, np.integer):
-        raise ValueError(f"seed must be a whole number, got {seed!r}")
-    if seeds.ndim > 1 or (seeds.ndim == 1 and len(seeds) != rows):
-        raise ValueError(f"seed holds {seeds.size} values for {rows} prompts")
-    each = [int(seeds) + i for i in range(rows)] if seeds.ndim == 0 else [int(s) for s in seeds]
-    # Both halves of the seed enter the key, whatever the width of integers in use.
-    return jnp.asarray([[(s >> 32) & 0xFFFFFFFF, s & 0xFFFFFFFF] for s in each], jnp.uint32)
+        off = Adjustments(
+            active=each(False, bool),
+            repetition=each(1.0),
+            presence=each(0.0),
+            frequency=each(0.0),
+            min_new_tokens=each(0, jnp.int32),
+            bias=jnp.zeros((rows, vocab_size), jnp.float32),
+            ends=jnp.zeros((rows, vocab_size), bool),
+            bad_words=jnp.zeros((rows, 0, 1), jnp.int32),
+        )
+        return cls(each(temperature), each(top_k, jnp.int32), each(top_p), each(min_p), off, keys)
 
 
-def gumbel_noise(sampling: Sampling, positions: jax.Array, vocab_size: int) -> jax.Array:
+def gumbel_noise(
+    sampling: Sampling, positions: jax.Array, vocab_size: int, stream: int = 0
+) -> jax.Array:
     """Noise for the tokens at `positions` (int32 [B]): f32 [B, V]; zeros for greedy rows."""
-
-    def draw(key: jax.Array, position: jax.Array) -> jax.Array:
-        key = jax.random.fold_in(jax.random.wrap_key_data(key, impl=_GENERATOR), position)
-        return jax.random.gumbel(key, (vocab_size,), jnp.float32)
-
-    shape = (positions.shape[0], vocab_size)
     warm = sampling.temperature > 0
     noise = jax.lax.cond(
         jnp.any(warm),
-        lambda: jax.vmap(draw)(sampling.keys, positions),
-        lambda: jnp.zeros(shape, jnp.float32),
+        lambda: gumbel(sampling.keys, positions, vocab_size, stream),
+        lambda: jnp.zeros((positions.shape[0], vocab_size), jnp.float32),
     )
     return jnp.where(warm[:, None], noise, 0.0)
 
 
-def process(logits: jax.Array, sampling: Sampling) -> jax.Array:
-    """Temperature, then top-k, then top-p: [B, V] -> f32 [B, V] with -inf where ruled out.
+def process(
+    logits: jax.Array,
+    sampling: Sampling,
+    adjusted: Callable[[jax.Array], jax.Array] = lambda logits: logits,
+) -> jax.Array:
+    """Adjustments, temperature, top-k, top-p, min-p: [B, ..., C] -> f32, -inf where ruled out.
 
-    The largest logit always stays. Greedy rows keep their logits.
+    The largest adjusted logit always stays. Greedy rows are adjusted and nothing more.
+
+    Args:
+      adjusted: logits -> adjusted logits; not called unless some row is adjusted.
     """
-    warm = sampling.temperature > 0
-    logits = logits.astype(jnp.float32)
-    logits = logits / jnp.where(warm, sampling.temperature, 1.0)[:, None]
+    inner = (1,) * (logits.ndim - 1)
+
+    def per_row(x: jax.Array) -> jax.Array:
+        return x.reshape(-1, *inner)
+
+    warm = per_row(sampling.temperature > 0)
+    by_k = warm & per_row(sampling.top_k > 0)
+    by_p = warm & per_row(sampling.top_p < 1.0)
 
     def top_k(x: jax.Array) -> jax.Array:
-        goal = jnp.where(sampling.top_k > 0, sampling.top_k, x.shape[-1]).astype(jnp.float32)
-        kept = _shortest_prefix(x, jnp.ones_like(x), goal)
-        return jnp.where(kept | ~warm[:, None], x, -jnp.inf)
+        kept = _shortest_prefix(x, jnp.ones_like(x), per_row(sampling.top_k).astype(jnp.float32))
+        return jnp.where(kept | ~by_k, x, -jnp.inf)
 
     def top_p(x: jax.Array) -> jax.Array:
-        kept = _shortest_prefix(x, jax.nn.softmax(x, axis=-1), sampling.top_p - _MASS_TOLERANCE)
-        off = ~warm | (sampling.top_p >= 1.0)
-        return jnp.where(kept | off[:, None], x, -jnp.inf)
+        mass = jax.nn.softmax(x, axis=-1)
+        kept = _shortest_prefix(x, mass, per_row(sampling.top_p) - _MASS_TOLERANCE)
+        return jnp.where(kept | ~by_p, x, -jnp.inf)
 
-    logits = jax.lax.cond(jnp.any(warm & (sampling.top_k > 0)), top_k, lambda x: x, logits)
-    return jax.lax.cond(jnp.any(warm & (sampling.top_p < 1.0)), top_p, lambda x: x, logits)
+    def shaped(x: jax.Array) -> jax.Array:
+        x = jax.lax.cond(jnp.any(sampling.adjustments.active), adjusted, lambda x: x, x)
+        x = x / jnp.where(warm, per_row(sampling.temperature), 1.0)
+        x = jax.lax.cond(jnp.any(by_k), top_k, lambda x: x, x)
+        x = jax.lax.cond(jnp.any(by_p), top_p, lambda x: x, x)
+        least = jnp.max(x, axis=-1, keepdims=True) + jnp.log(per_row(sampling.min_p))
+        return jnp.where(warm & (x < least), -jnp.inf, x)
+
+    as_they_are = ~jnp.any(warm) & ~jnp.any(sampling.adjustments.active)
+    return jax.lax.cond(as_they_are, lambda x: x, shaped, logits.astype(jnp.float32))
 
 
-def choose(logits: jax.Array, noise: jax.Array, sampling: Sampling) -> jax.Array:
+def choose(
+    logits: jax.Array,
+    noise: jax.Array,
+    sampling: Sampling,
+    adjusted: Callable[[jax.Array], jax.Array] = lambda logits: logits,
+) -> jax.Array:
     """The token each row emits: logits [B, V], noise [B, V] -> int32 [B]."""
-    return jnp.argmax(process(logits, sampling) + noise, axis=-1).astype(jnp.int32)
+    scores = process(logits, sampling, adjusted) + noise
+    return jnp.argmax(scores, axis=-1).astype(jnp.int32)
 
 
 def _shortest_prefix(x: jax.Array, weights: jax.Array, goal: jax.Array) -> jax.Array:
@@ -109,29 +145,32 @@ def _shortest_prefix(x: jax.Array, weights: jax.Array, goal: jax.Array) -> jax.A
     and cheaper than sorting a vocabulary. Equal values are kept from the left.
 
     Args:
-      x: f32 [B, V].
-      weights: f32 [B, V], not negative.
-      goal: f32 [B].
+      x: f32 [B, ..., C].
+      weights: f32 [B, ..., C], not negative.
+      goal: f32 [B, ..., 1], or fewer entries that broadcast.
 
     Returns:
-      bool [B, V].
+      bool [B, ..., C].
     """
     bits = jax.lax.bitcast_convert_type(jnp.where(x == 0, 0.0, x), jnp.int32)  # -0 equals 0
     order = jnp.where(bits < 0, bits ^ 0x7FFFFFFF, bits)  # int32 that compares like the float
 
     def mass(kept: jax.Array) -> jax.Array:
-        return jnp.sum(jnp.where(kept, weights, 0.0), axis=-1)
+        return jnp.sum(jnp.where(kept, weights, 0.0), axis=-1, keepdims=True)
 
     def narrow(_: int, bounds: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         low, high = bounds  # between them: the largest value that still reaches the goal
         middle = (low | high) - ((low ^ high) >> 1)  # their mean rounded up, without overflow
-        reached = mass(order >= middle[:, None]) >= goal
+        reached = mass(order >= middle) >= goal
         return jnp.where(reached, middle, low), jnp.where(reached, high, middle - 1)
 
-    low, high = jnp.min(order, axis=-1), jnp.max(order, axis=-1)
+    low = jnp.min(order, axis=-1, keepdims=True)
+    high = jnp.max(order, axis=-1, keepdims=True)
     cut, _ = jax.lax.fori_loop(0, 32, narrow, (low, high))
-    above = order > cut[:, None]
-    ties = order == cut[:, None]
-    each = jnp.max(jnp.where(ties, weights, 0.0), axis=-1)  # equal values weigh the same
+    above = order > cut
+    ties = order == cut
+    each = jnp.max(
+        jnp.where(ties, weights, 0.0), axis=-1, keepdims=True
+    )  # the same for all of them
     count = jnp.maximum(jnp.ceil((goal - mass(above)) / each), 1.0)
-    return above | (ties & (jnp.cumsum(ties, axis=-1) <= count[:, None]))
+    return above | (ties & (jnp.cumsum(ties, axis=-1) <= count))

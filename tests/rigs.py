@@ -28,9 +28,14 @@ from clover_jax.config import DraftConfig, TargetConfig
 from clover_jax.draft import DraftHead
 from clover_jax.rope import Rope
 from clover_jax.target import Target, causal_mask
+from clover_jax.tree import AnyTree, DynamicTree
 from clover_jax.weights.target import abstract_params
+from infer.adjust import history
+from infer.drafter import Draft, Drafter
 from infer.engine import generate
 from infer.load import Model, ready_draft
+from infer.noise import row_keys
+from infer.propose import Proposal, propose
 from infer.sampling import Sampling, gumbel_noise, process
 from train.initialize import initialize_head
 from train.loss import LossWeights, Vocabulary
@@ -84,6 +89,8 @@ TREES: dict[str, Any] = {
         *([a, b, c] for a in (0, 1) for b in (0, 2) for c in range(3)),
     ],
     "single node": [[0]],
+    "dynamic": DynamicTree(nodes=12, depth=4, width=3),
+    "dynamic, truncated": DynamicTree(10, depth=3, width=3, least_ratio=0.25, top_p=0.9),
 }
 
 
@@ -273,15 +280,38 @@ def _choices(
 
 
 def row_sampling(
-    rows: int, seed: int, temperature: Any = 0.0, top_k: Any = 0, top_p: Any = 1.0
+    rows: int,
+    seed: int,
+    temperature: Any = 0.0,
+    top_k: Any = 0,
+    top_p: Any = 1.0,
+    config: TargetConfig = CONFIG,
 ) -> Sampling:
     """What the engine makes of these settings."""
-    return Sampling(
-        temperature=jnp.broadcast_to(jnp.asarray(temperature, jnp.float32), (rows,)),
-        top_k=jnp.broadcast_to(jnp.asarray(top_k, jnp.int32), (rows,)),
-        top_p=jnp.broadcast_to(jnp.asarray(top_p, jnp.float32), (rows,)),
-        keys=jnp.asarray([[0, seed + i] for i in range(rows)], jnp.uint32),
+    return Sampling.of(
+        row_keys(seed, rows),
+        config.vocab_size,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
     )
+
+
+@functools.partial(jax.jit, static_argnums=(0, 2))
+def proposal(
+    config: DraftConfig,
+    draft: Draft,
+    tree: AnyTree,
+    state: jax.Array,
+    text: jax.Array,
+    root: jax.Array,
+    noise: list[jax.Array],
+    sampling: Sampling,
+) -> Proposal:
+    """The tree that the head fills; arguments as of Drafter."""
+    adjustments = sampling.adjustments
+    past = history(adjustments, text, root + 1, jnp.zeros_like(root))
+    return propose(Drafter(config, draft, text, root, noise, sampling, past), tree, state)
 
 
 def near_ties(

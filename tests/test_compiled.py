@@ -160,7 +160,7 @@ def _updates_in_place(found: dict[str, list[str]], fusion: str) -> bool:
 @pytest.fixture(scope="module")
 def odd_call() -> Call:
     # Five nodes: the scores [B, K, nodes * G, S] then have another size than a cache [B, K, H, S].
-    call = prepare(rig_r(), PROMPTS[:BATCH], 8, 0.7, 0.9, 0, 0, parse_tree("chain-4"))
+    call = prepare(rig_r(), PROMPTS[:BATCH], parse_tree("chain-4"), 8, 0.7, 0.9, 0, 0)
     return call._replace(slots=SLOTS)
 
 

@@ -13,14 +13,11 @@ from clover_jax.config import DraftConfig
 from clover_jax.copying import last_tokens, longest_match
 from clover_jax.tree import parse_tree
 from infer import generate, speculative_generate
-from infer.propose import propose
 from infer.sampling import gumbel_noise
 from train.copy_bias import copied_tokens, copy_cases, fit_bias
 from train.initialize import initialize_head
 from train.loss import Vocabulary, head_features, read_samples
 from train.segments import Samples
-
-compiled_propose = jax.jit(propose, static_argnums=(0, 2))
 
 
 def brute_force(text: list[int], ending: list[int], longest: int) -> tuple[int, int]:
@@ -76,8 +73,8 @@ def proposals(text: list[int], tree: Any, temperature: float = 0.0, **changes: A
     noise = [gumbel_noise(sampling, length + 1 + d, 32) for d in range(tree.depth)]
     slots = jnp.asarray([text + [7] * (40 - len(text))])
     state = jnp.asarray(np.random.default_rng(5).normal(size=(1, 32)), jnp.float32)
-    tokens = compiled_propose(config, model.draft, tree, state, slots, length, noise, sampling)
-    return np.asarray(tokens)[0, 1:].tolist()
+    found = rigs.proposal(config, model.draft, tree, state, slots, length, noise, sampling)
+    return np.asarray(found.tokens)[0, 1:].tolist()
 
 
 def test_a_phrase_is_copied_node_by_node() -> None:

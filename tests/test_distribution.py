@@ -9,7 +9,6 @@ Axes: B rows, V vocabulary.
 
 import dataclasses
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -18,7 +17,6 @@ from scipy import stats
 
 from clover_jax.tree import parse_tree
 from infer import generate, speculative_generate
-from infer.propose import propose
 
 ROWS = 512  # of a call
 CALLS = 8
@@ -106,13 +104,11 @@ def test_twin_siblings_do_not_exist(copy_bias):
     state = jnp.ones((2, rigs.TINY.hidden_size))
     text, root = jnp.array([[0, 1, 0, 1, 0, 5], [3, 0, 0, 0, 0, 0]]), jnp.array([4, 0])
     noise = [jnp.zeros((2, 6))] * tree.depth
-    drafts = jax.jit(propose, static_argnums=(0, 2))
     for top_p in (0.1, 1.0):
-        sampling = rigs.row_sampling(2, 0, temperature=0.7, top_p=top_p)
-        tokens = drafts(config, certain, tree, state, text, root, noise, sampling)
-        for row in np.asarray(tokens):
-            for children in tree.children:
-                drafted = [row[c] for c in children if c >= 0 and row[c] >= 0]
+        sampling = rigs.row_sampling(2, 0, temperature=0.7, top_p=top_p, config=rigs.TINY)
+        found = rigs.proposal(config, certain, tree, state, text, root, noise, sampling)
+        for row in np.asarray(found.tokens):
+            for node in range(tree.size):
+                drafted = [token for token in row[tree.parents == node] if token >= 0]
                 assert len(set(drafted)) == len(drafted)
-            first = [row[c] for c in tree.children[0]]
-            assert sorted(first) == [-1, -1, -1, -1, 0, 1, 2, 3, 4, 5]
+            assert sorted(row[tree.parents == 0]) == [-1, -1, -1, -1, 0, 1, 2, 3, 4, 5]

@@ -183,7 +183,7 @@ def test_bad_arguments_are_refused_in_one_line(speaking, name):
 
 
 def test_the_last_legal_request_is_not_refused():
-    call = prepare(rig_m(), [[1] * 860], 40, 0.0, 1.0, 0, 0, PLAIN)
+    call = prepare(rig_m(), [[1] * 860], PLAIN, 40, 0.0, 1.0, 0, 0)
     assert call.slots == CONTEXT
 
 

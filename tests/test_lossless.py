@@ -9,7 +9,6 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -21,7 +20,6 @@ from clover_jax.tree import parse_tree
 from infer import Generation, engine, generate, speculative_generate
 from infer.call import Call, prepare
 from infer.load import Model
-from infer.propose import propose
 from infer.sampling import gumbel_noise
 from train.step import cast_weights
 
@@ -38,7 +36,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "top-k": {"temperature": 1.0, "top_k": 4, "top_p": 0.95},
 }
 near_ties: list[int] = []
-compiled_propose = jax.jit(propose, static_argnums=(0, 2))
 
 
 @functools.cache
@@ -286,12 +283,12 @@ def test_a_restart_proposes_the_same_drafts(setting):
         return prepare(
             model,
             prompts,
+            tree,
             budget,
             settings.get("temperature", 0.0),
             settings.get("top_p", 1.0),
             0,
             SEED,
-            tree,
         )
 
     def more(call: Call, state: Any) -> tuple[np.ndarray, np.ndarray]:
@@ -321,7 +318,7 @@ def test_a_restart_proposes_the_same_drafts(setting):
             np.testing.assert_allclose(a.k[row, :, :, :length], b.k[row, :, :, :length], atol=1e-4)
             np.testing.assert_allclose(a.v[row, :, :length], b.v[row, :, :length], atol=1e-4)
     drafts = [
-        compiled_propose(
+        rigs.proposal(
             model.draft_config,
             model.draft,
             tree,
@@ -333,7 +330,7 @@ def test_a_restart_proposes_the_same_drafts(setting):
                 for d in range(tree.depth)
             ],
             c.request.sampling,
-        )
+        ).tokens
         for c, s in ((first, state), (second, again))
     ]
     assert np.array_equal(*drafts)

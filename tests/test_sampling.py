@@ -10,6 +10,7 @@ import pytest
 from scipy import stats
 
 from infer import sampling
+from infer.noise import row_keys
 from infer.sampling import Sampling
 
 process = jax.jit(sampling.process)
@@ -22,12 +23,8 @@ P = np.array([0.15, 0.5, 0.05, 0.3])
 def settings(temperature, top_k=0, top_p=1.0, seeds=0) -> Sampling:
     values = np.broadcast_arrays(*map(np.atleast_1d, (temperature, top_k, top_p, seeds)))
     temperature, top_k, top_p, seeds = values
-    return Sampling(
-        temperature=jnp.asarray(temperature, jnp.float32),
-        top_k=jnp.asarray(top_k, jnp.int32),
-        top_p=jnp.asarray(top_p, jnp.float32),
-        keys=jnp.asarray([[0, s] for s in seeds], jnp.uint32),
-    )
+    keys = row_keys(seeds.tolist(), len(seeds))
+    return Sampling.of(keys, len(P), temperature=temperature, top_k=top_k, top_p=top_p)
 
 
 def by_sorting(logits: np.ndarray, temperature: float, top_k: int, top_p: float) -> np.ndarray:

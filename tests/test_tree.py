@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from clover_jax.tree import PAPER_PATHS, PLAIN, Tree, parse_tree
+from clover_jax.tree import PAPER_PATHS, PLAIN, DynamicTree, Tree, parse_tree
 
 TREES = {
     "paper": PAPER_PATHS,
@@ -25,11 +25,6 @@ def test_topology(name):
     assert tree.parents.tolist() == [nodes.index(p[:-1]) if p else -1 for p in nodes]
     ancestors = [[a == b[: len(a)] for a in nodes] for b in nodes]
     assert np.array_equal(tree.ancestors, ancestors)
-    width = 1 + max(p[-1] for p in paths)
-    children = [
-        [nodes.index((*p, r)) if (*p, r) in nodes else -1 for r in range(width)] for p in nodes
-    ]
-    assert tree.children.tolist() == children
     levels = [tree.level(d).tolist() for d in range(tree.depth + 1)]
     assert levels == [[i for i, p in enumerate(nodes) if len(p) == d] for d in range(len(levels))]
 
@@ -48,7 +43,28 @@ def test_names_and_forms():
     assert parse_tree(tree) is tree
     assert hash(tree) == hash(parse_tree(PAPER_PATHS))
     assert (PLAIN.size, PLAIN.depth) == (1, 0)
-    assert PLAIN.children.tolist() == [[-1]]
+
+
+def test_dynamic_trees_by_name():
+    assert parse_tree("dynamic-1") == DynamicTree(1, 1, 4)
+    assert parse_tree("dynamic-16") == DynamicTree(16, 5, 4)
+    assert parse_tree("dynamic-256") == DynamicTree(256, 5, 8)  # 8 + 4 * 64 >= 256 > 7 + 4 * 49
+    assert parse_tree(DynamicTree(9, 2, 3)).size == 10
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ((0, 1, 1), "nodes 0, depth 1, width 1"),
+        ((4, 5, 2), "4 nodes cannot fill a depth of 5"),
+        ((13, 3, 2), "depth 3 and width 2 proposes 10 tokens, fewer than the 13"),
+        ((4, 2, 2, 1.5), "least_ratio must be between 0 and 1, got 1.5"),
+        ((4, 2, 2, 0, 0.0), "top_p of a tree must be above 0 and at most 1, got 0.0"),
+    ],
+)
+def test_impossible_dynamic_trees_are_refused(arguments, says):
+    with pytest.raises(ValueError, match=says):
+        DynamicTree(*arguments)
 
 
 @pytest.mark.parametrize(
@@ -56,7 +72,7 @@ def test_names_and_forms():
     [
         ("papre", r"'papre' is not known"),
         ("chain-0", r"'chain-0' is not known"),
-        ("chain-1000", r"'chain-1000' is deeper than 999 tokens"),
+        ("chain-1000", r"'chain-1000' has more than 999 nodes"),
         (None, r"child-rank paths, not None"),
         ("chain-", r"'chain-' is not known"),
         ("chain-2.5", r"'chain-2.5' is not known"),
