@@ -40,7 +40,11 @@ def exact_table(temperature: float, top_p: float) -> np.ndarray:
     return p / p.sum(axis=1, keepdims=True)
 
 
-def sample(model, temperature: float, top_p: float) -> np.ndarray:
+# Acceptance by rejection shall come to refuse all children, and to leaves.
+TREES = {"shared": TREE, "rejection": [[0], [1], [0, 0], [0, 1], [1, 0], [0, 1, 0]]}
+
+
+def sample(model, temperature: float, top_p: float, acceptance: str) -> np.ndarray:
     """int [CALLS * B, 4]: the first new tokens of as many seeds."""
     said = []
     for call in range(CALLS):
@@ -51,16 +55,18 @@ def sample(model, temperature: float, top_p: float) -> np.ndarray:
             temperature=temperature,
             top_p=top_p,
             seed=call * ROWS,
-            tree=TREE,
+            tree=TREES[acceptance],
+            acceptance=acceptance,
         )
         said += out.token_ids
     return np.array(said)
 
 
+@pytest.mark.parametrize("acceptance", TREES)
 @pytest.mark.parametrize(("temperature", "top_p"), SETTINGS)
-def test_pairs_are_distributed_as_the_target_says(temperature, top_p):
+def test_pairs_are_distributed_as_the_target_says(temperature, top_p, acceptance):
     """The head is misled, so that tokens are accepted at every rank, and added by the target."""
-    said = sample(rigs.rig_m(rigs.TINY, noise=1.0), temperature, top_p)
+    said = sample(rigs.rig_m(rigs.TINY, noise=1.0), temperature, top_p, acceptance)
     p = exact_table(temperature, top_p)
     before = np.eye(rigs.TINY.vocab_size)[START]  # distribution of the token before the pair
     for place in range(3):
@@ -77,6 +83,30 @@ def test_pairs_are_distributed_as_the_target_says(temperature, top_p):
             seen = np.append(seen[~rare], seen[rare].sum())
         assert stats.chisquare(seen, expected).pvalue > 1e-3
         before = before @ p
+
+
+def test_rejection_differs_from_plain_decoding_unless_it_is_greedy():
+    model, prompts = rigs.rig_m(rigs.TINY, noise=1.0), [[row % 6] for row in range(ROWS)]
+
+    def same(temperature: float) -> bool:
+        settings = {"temperature": temperature, "seed": 3}
+        plain = generate(model, prompts, 12, **settings)
+        fast = speculative_generate(
+            model, prompts, 12, tree=TREES["rejection"], acceptance="rejection", **settings
+        )
+        return fast.token_ids == plain.token_ids
+
+    assert same(0.0)
+    assert not same(1.0)
+
+
+def test_rejection_takes_no_dynamic_tree():
+    with pytest.raises(ValueError, match="takes no dynamic"):
+        speculative_generate(
+            rigs.rig_m(), [[1]], 4, tree="dynamic-4", acceptance="rejection", seed=0
+        )
+    with pytest.raises(ValueError, match="acceptance 'exact' is neither"):
+        speculative_generate(rigs.rig_m(), [[1]], 4, acceptance="exact")
 
 
 @pytest.mark.parametrize("noise", [0.0, 1.0])
