@@ -91,8 +91,14 @@ def _rounds(
         refused = (offered & ~kept)[:, None]
         without = jnp.arange(p.shape[-1]) != token[:, None]
         left = jnp.maximum(p - q, 0.0)
-        left = jnp.where(jnp.sum(left, axis=-1, keepdims=True) > 0, left, jnp.where(without, p, 0))
-        p = jnp.where(refused, left / jnp.sum(left, axis=-1, keepdims=True), p)
-        others = jnp.where(without, q, 0.0)
-        q = jnp.where(refused, others / jnp.sum(others, axis=-1, keepdims=True), q)
+        # Rounding alone can leave nothing: then the token was the only one, or p and q are equal.
+        left = jnp.where(jnp.any(left > 0, axis=-1, keepdims=True), left, jnp.where(without, p, 0))
+        p = jnp.where(refused, _normalised(left), p)
+        q = jnp.where(refused, _normalised(jnp.where(without, q, 0.0)), q)
     return p, taken
+
+
+def _normalised(mass: jax.Array) -> jax.Array:
+    """[B, V] with sum 1, or zeros where there is no mass."""
+    total = jnp.sum(mass, axis=-1, keepdims=True)
+    return mass / jnp.where(total > 0, total, 1.0)

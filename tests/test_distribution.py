@@ -17,6 +17,12 @@ from scipy import stats
 
 from clover_jax.tree import parse_tree
 from infer import generate, speculative_generate
+from infer.adjust import history
+from infer.drafter import Proposals
+from infer.noise import row_keys
+from infer.propose import Proposal
+from infer.rejection import accept_by_rejection
+from infer.sampling import Sampling
 
 ROWS = 512  # of a call
 CALLS = 8
@@ -41,7 +47,7 @@ def exact_table(temperature: float, top_p: float) -> np.ndarray:
 
 
 # Acceptance by rejection shall come to refuse all children, and to leaves.
-TREES = {"shared": TREE, "rejection": [[0], [1], [0, 0], [0, 1], [1, 0], [0, 1, 0]]}
+TREES = {"shared": TREE, "rejection": [[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 1, 0]]}
 
 
 def sample(model, temperature: float, top_p: float, acceptance: str) -> np.ndarray:
@@ -98,6 +104,28 @@ def test_rejection_differs_from_plain_decoding_unless_it_is_greedy():
 
     assert same(0.0)
     assert not same(1.0)
+
+
+def test_a_child_that_was_not_drawn_is_not_offered():
+    """The draft is sure of token 0, so its second child only fills the tree; p is uniform."""
+    rows, size = 4096, 3
+    tree = parse_tree([[0], [1]])
+    drawn = jnp.broadcast_to(jnp.asarray([[[0.0, -jnp.inf, -jnp.inf]]]), (rows, 1, size))
+    proposal = Proposal(
+        tokens=jnp.broadcast_to(jnp.asarray([[2, 0, 1]]), (rows, 3)),
+        parents=jnp.asarray([[-1, 0, 0]]),
+        depths=jnp.asarray([[0, 1, 1]]),
+        ancestors=jnp.asarray(tree.ancestors)[None],
+        inner=(Proposals(jnp.arange(size)[None, None], drawn, drawn),),
+    )
+    sampling = Sampling.of(row_keys(0, rows), size, temperature=1.0)
+    none = jnp.zeros(rows, jnp.int32)
+    past = history(sampling.adjustments, none[:, None], none, none)
+    logits = jnp.zeros((rows, 3, size))
+    path = accept_by_rejection(tree, proposal, logits, none, sampling, past)
+    counts = np.bincount(path.tokens[:, 0], minlength=size)
+    assert stats.chisquare(counts).pvalue > 1e-3
+    assert path.length[path.tokens[:, 0] == 0].min() == 2
 
 
 def test_rejection_takes_no_dynamic_tree():
