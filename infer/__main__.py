@@ -11,7 +11,8 @@ from pathlib import Path
 from infer import cli
 from infer.call import Prompt
 from infer.counts import Counts, total
-from infer.engine import Generation, generate, speculative_generate, stream
+from infer.engine import generate, speculative_generate, stream
+from infer.session import Generation
 from infer.timing import steady
 
 _ROWS = 8  # prompts that are answered together

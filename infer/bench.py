@@ -29,8 +29,9 @@ from infer.agreement import first_difference
 from infer.bench_picture import svg
 from infer.bench_report import PLAIN, SPECULATIVE, TRANSFORMERS, Record, Settings, as_json, markdown
 from infer.counts import Counts
-from infer.engine import Generation, generate, speculative_generate
+from infer.engine import generate, speculative_generate
 from infer.load import Model
+from infer.session import Generation
 from infer.timing import machine, steady
 from infer.torch_reference import TorchReference
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable
 
-from infer.engine import Generation
+from infer.session import Generation
 
 
 @dataclasses.dataclass(frozen=True)

@@ -64,7 +64,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     with _step("Compiling, once per start"):
         _compile(model, prompts[0], tree)
     print(f"\n> {PROMPTS[0]}\n")
-    for piece in wrapped(stream(model, prompts[0], NEW_TOKENS, tree=tree), WIDTH):
+    pieces = (piece.text for piece in stream(model, prompts[0], NEW_TOKENS, tree=tree))
+    for piece in wrapped(pieces, WIDTH):
         print(piece, end="", flush=True)
     print("\n")
     if tree is None:

@@ -17,8 +17,8 @@ from infer import bench, cli, generate, load
 from infer.agreement import first_difference, forced_scores
 from infer.bench_report import PLAIN, SPECULATIVE, TRANSFORMERS
 from infer.counts import Counts, total
-from infer.engine import Generation, Stats
 from infer.load import Model
+from infer.session import Generation, Stats
 from infer.timing import steady
 
 SAID = "abcdefghij"  # what the target answers to any message: eleven tokens with <end>

@@ -16,7 +16,7 @@ import rigs
 from rigs import NEW, PROMPTS, rig_m, rig_r, with_eos
 
 from clover_jax.tree import parse_tree
-from infer import engine, generate, speculative_generate, stream
+from infer import generate, session, speculative_generate, stream
 from infer.call import Call, prepare
 
 
@@ -52,22 +52,22 @@ def test_one_executable_per_bucket(compiled):
         generate(model, PROMPTS, NEW)
         speculative(model, PROMPTS, NEW)
     compiled()
-    sizes = engine._prefill._cache_size(), engine._decode._cache_size()
+    sizes = session._prefill._cache_size(), session._decode._cache_size()
     variations(generate)
     variations(speculative)
     assert compiled() == []
-    assert (engine._prefill._cache_size(), engine._decode._cache_size()) == sizes
+    assert (session._prefill._cache_size(), session._decode._cache_size()) == sizes
 
     speculative(rig_m(), PROMPTS, 65 + NEW)  # another bucket, as a check of this test
     assert len(compiled()) >= 2
-    assert engine._decode._cache_size() == sizes[1] + 1
+    assert session._decode._cache_size() == sizes[1] + 1
 
 
 def test_another_tree_shares_the_prefill(compiled):
     speculative_generate(rig_m(), PROMPTS, NEW, tree="chain-7")
-    size = engine._prefill._cache_size()
+    size = session._prefill._cache_size()
     speculative_generate(rig_m(), PROMPTS, NEW, tree="chain-3")
-    assert engine._prefill._cache_size() == size
+    assert session._prefill._cache_size() == size
 
 
 def test_a_stream_compiles_nothing_on_its_way(compiled):
@@ -166,8 +166,8 @@ def odd_call() -> Call:
 
 def test_the_decode_loop_copies_no_cache(odd_call):
     call = odd_call
-    state = jax.eval_shape(lambda: engine._start(call))
-    compiled = engine._decode.lower(
+    state = jax.eval_shape(lambda: session.start(call))
+    compiled = session._decode.lower(
         call.shape, call.weights, call.request, state, jnp.int32(5)
     ).compile()
     assert cache_sized_work(compiled.as_text()) == []
@@ -178,7 +178,7 @@ def test_the_decode_loop_copies_no_cache(odd_call):
 
 def test_the_prefill_loop_copies_no_cache(odd_call):
     call = odd_call
-    compiled = engine._prefill.lower(
+    compiled = session._prefill.lower(
         call.shape.target,
         call.shape.draft,
         call.weights,
@@ -187,6 +187,7 @@ def test_the_prefill_loop_copies_no_cache(odd_call):
         call.prompt_length,
         slots=call.slots,
         chunk=call.chunk,
+        samples=call.samples,
     ).compile()
     assert cache_sized_work(compiled.as_text()) == []
 

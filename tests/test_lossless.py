@@ -17,7 +17,7 @@ from rigs import CONTEXT, NEW, PROMPTS, SEED, TREES, rig_m, rig_o, rig_r
 
 from clover_jax.rope import Rope
 from clover_jax.tree import parse_tree
-from infer import Generation, engine, generate, speculative_generate
+from infer import Generation, Stats, generate, session, speculative_generate
 from infer.call import Call, prepare
 from infer.load import Model
 from infer.sampling import gumbel_noise
@@ -94,7 +94,7 @@ def test_bfloat16_weights_under_float32_activations(rig):
 def test_the_rigs_accept_what_they_should():
     """Otherwise the tests around this one would see little."""
 
-    def run(model: Model, tree: str, **settings) -> engine.Stats:
+    def run(model: Model, tree: str, **settings) -> Stats:
         return speculative_generate(
             model, PROMPTS, NEW, seed=SEED, tree=TREES[tree], **settings
         ).stats
@@ -293,19 +293,19 @@ def test_a_restart_proposes_the_same_drafts(setting):
 
     def more(call: Call, state: Any) -> tuple[np.ndarray, np.ndarray]:
         before = np.asarray(state.accepted)
-        request = call.request._replace(budget=state.emitted + 20)
-        state = engine._decode(call.shape, call.weights, request, state, jnp.int32(2**31 - 1))
+        call = call._replace(request=call.request._replace(budget=state.emitted + 20))
+        state = session.proceed(call, state, session.UNTIL_DONE)
         said = [
             row[p:] for row, p in zip(np.asarray(state.tokens), call.prompt_length, strict=True)
         ]
         return said, np.asarray(state.accepted) - before
 
     first = call_for(PROMPTS, 56)
-    state, *_ = engine._run(first)
+    state = session.proceed(first, session.start(first), session.UNTIL_DONE)
     assert state.accepted[:, 4].sum() > 9  # passes that emitted five tokens at once
     written = np.asarray(state.tokens)
     second = call_for([written[i, : len(p) + 55].tolist() for i, p in enumerate(PROMPTS)], 40)
-    again = engine._start(second)
+    again = session.start(second)
 
     assert again.length.tolist() == state.length.tolist() == [len(p) + 55 for p in PROMPTS]
     for a, b, length in zip(again.tokens, state.tokens, state.length, strict=True):
