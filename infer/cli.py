@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 
 from clover_jax.tree import AnyTree, parse_tree
 from infer.load import Model, load
+from infer.options import Options
 
 DEFAULT_MODEL = "smollm2-135m"
 
@@ -94,13 +95,81 @@ def add_length_and_temperature(group: argparse._ActionsContainer) -> None:
     )
 
 
+def add_sampling_options(group: argparse._ActionsContainer) -> None:
+    """All settings of a call, by the names that they have in Python; `sampling_settings` reads
+    them."""
+    add_length_and_temperature(group)
+
+    def add(name: str, reader: Callable[[str], Any], default: Any, meaning: str) -> None:
+        metavar = "N" if isinstance(default, int) else "X"
+        group.add_argument(
+            f"--{name}",
+            type=reader,
+            default=default,
+            metavar=metavar,
+            help=f"{meaning} (default %(default)s)",
+        )
+
+    add("top_p", number(0.0, 1.0), 1.0, "keep the fewest likely tokens that reach this; 1 is off")
+    add("top_k", whole_number(0), 0, "keep so many of the most likely tokens; 0 is off")
+    add("min_p", number(0.0, 1.0), 0.0, "drop tokens below this share of the likeliest; 0 is off")
+    add("repetition_penalty", number(1e-3, 1e3), 1.0, "on tokens of prompt and text; 1 is off")
+    add("presence_penalty", number(-1e3, 1e3), 0.0, "on tokens that are in the text; 0 is off")
+    add("frequency_penalty", number(-1e3, 1e3), 0.0, "on each time a token is there; 0 is off")
+    add("min_new_tokens", whole_number(0), 0, "no end before so many tokens")
+    add("num_samples", whole_number(1), 1, "texts per prompt")
+    add("seed", whole_number(0), 0, "of the first text; each next one has one more")
+    group.add_argument(
+        "--logit_bias",
+        type=_bias,
+        action="append",
+        default=[],
+        metavar="ID=X",
+        help="what the logit of a token gains; may be repeated",
+    )
+    for name, meaning in (
+        ("bad_words", "a text that must not come; may be repeated"),
+        ("stop", "a text that ends the answer, and is not part of it; may be repeated"),
+    ):
+        group.add_argument(f"--{name}", action="append", default=[], metavar="TEXT", help=meaning)
+    group.add_argument(
+        "--stop_token_ids",
+        type=whole_number(0),
+        action="append",
+        default=[],
+        metavar="ID",
+        help="a token that ends the answer; may be repeated",
+    )
+    group.add_argument(
+        "--logprobs",
+        action="store_true",
+        help="write the log-probability of each token beside it",
+    )
+
+
+def sampling_settings(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The options of `add_sampling_options` as arguments of `infer.generate`."""
+    names = ("max_new_tokens", "temperature", "top_p", "top_k", "seed", *Options.__annotations__)
+    settings = {name: getattr(arguments, name) for name in names}
+    return settings | {"logit_bias": dict(arguments.logit_bias)}
+
+
+def _bias(text: str) -> tuple[int, float]:
+    token, _, value = text.partition("=")
+    try:
+        return int(token), float(value)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not TOKEN_ID=NUMBER") from None
+
+
 def add_tree_option(group: argparse._ActionsContainer) -> None:
     """--tree, a Tree."""
     group.add_argument(
         "--tree",
         type=_tree,
         default="paper",
-        help="what the head proposes: paper, chain-3 or child-rank paths such as [[0],[1],[0,0]] "
+        help="what the head proposes: paper, chain-3, dynamic-8 or child-rank paths such as "
+        "[[0],[1],[0,0]] "
         "(default %(default)s)",
     )
 

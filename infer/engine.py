@@ -102,21 +102,32 @@ def stream(
     top_k: int | Sequence[int] = 0,
     seed: int | Sequence[int] = 0,
     tree: str | AnyTree | Sequence[Sequence[int]] | None = "paper",
+    acceptance: Acceptance = "shared",
     **options: Unpack[Options],
 ) -> Stream:
     """The same text piece by piece, each with its row; after the last, `.generation` is all of it.
 
     Args:
       tree: as in `speculative_generate`, or None to stream plainly.
+      Everything else is as there.
 
     Raises:
       ValueError: as `speculative_generate`; at once, not with the first piece.
     """
     shape = PLAIN if tree is None else _speculative_tree(model, tree)
-    return Stream(
+    call = prepare(
         model,
-        prepare(model, prompts, shape, max_new_tokens, temperature, top_p, top_k, seed, **options),
+        prompts,
+        shape,
+        max_new_tokens,
+        temperature,
+        top_p,
+        top_k,
+        seed,
+        acceptance,
+        **options,
     )
+    return Stream(model, call)
 
 
 def _run(model: Model, call: Call) -> Generation:

@@ -70,8 +70,116 @@ def test_one_prompt(pair: Pair, capsys: pytest.CaptureFixture[str]) -> None:
 def test_one_prompt_is_streamed(
     pair: Pair, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(command, "stream", lambda *_, **__: iter(["one ", "piece"]))
-    assert answer(capsys, *pair.options(), "hello") == ("one piece\n", "")
+    shown: list[str] = []
+    monkeypatch.setattr("builtins.print", lambda text="", **_: shown.append(text))
+    assert cli.run(command.main, [*pair.options(), "--tree", "chain-3", "hello"]) == 0
+    assert "".join(shown) == SAID
+    assert len(shown) > 2
+
+
+def converse(
+    pair: Pair,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    said: str,
+    *options: str,
+) -> tuple[list[str], str]:
+    monkeypatch.setattr("sys.stdin", io.StringIO(said))
+    output, errors = answer(capsys, *pair.options(), "--interactive", *options)
+    return output.splitlines(), errors
+
+
+def test_a_conversation_goes_on_from_what_was_said(
+    random: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = load(target=random)
+    chat: list[dict[str, str]] = []
+    expected = []
+    for text in ("abc", "hello"):
+        chat.append({"role": "user", "content": text})
+        expected.append(generate(model, chat, 6).texts[0])
+        chat.append({"role": "assistant", "content": expected[-1]})
+    monkeypatch.setattr("sys.stdin", io.StringIO("abc\n\nhello"))
+    options = ["--target", str(random), "--plain", "--max_new_tokens", "6", "--interactive"]
+    output, errors = answer(capsys, *options)
+    assert output == "".join(f"{text}\n" for text in expected)
+    assert errors == ""
+    assert generate(model, chat[2:3], 6).texts[0] != expected[1]  # the history matters
+
+
+def test_a_conversation_leaves_out_what_no_longer_fits(
+    pair: Pair, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    context = load(target=pair.target).config.max_position_embeddings
+    long = "a" * (context - 40)
+    said, errors = converse(
+        pair, capsys, monkeypatch, f"{long}\nhello\n{'a' * context}\nhello\n", "--plain"
+    )
+    assert said == [SAID] * 3
+    first, second = errors.splitlines()
+    assert first == "[the first 2 messages no longer fit the context]"
+    assert second.startswith("[this message and 20 new tokens need")
+
+
+def test_statistics_of_a_conversation(
+    pair: Pair, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said, errors = converse(pair, capsys, monkeypatch, "a\nb\n", "--stats", "--tree", "chain-3")
+    assert said == [SAID, SAID]
+    assert errors.startswith("22 tokens in 8 target passes")
+
+
+def test_json_lines_in_and_out(
+    pair: Pair, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    lines = [
+        {"id": 7, "messages": [{"role": "user", "content": "hello"}]},
+        {"prompt": "hi"},
+    ]
+    (tmp_path / "in.jsonl").write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
+    options = ["--file", str(tmp_path / "in.jsonl"), "--output", str(tmp_path / "out.jsonl")]
+    options += ["--num_samples", "2", "--logprobs", "--stop", "fg", "--tree", "chain-3"]
+    assert answer(capsys, *pair.options(), *options) == ("", "")
+    found = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert [(r["index"], r["sample"]) for r in found] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert [r.get("id") for r in found] == [7, 7, None, None]
+    assert found[3]["prompt"] == "hi"
+    for result in found:
+        assert result["text"] == "abcde"
+        assert result["finish_reason"] == "stop"
+        assert len(result["logprobs"]) == len(result["token_ids"]) == 7
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("{", "in.jsonl:2 is not JSON"),
+        ("[]", 'in.jsonl:2 is no object with either "prompt" or "messages"'),
+        ('{"prompt": "a", "messages": []}', "in.jsonl:2 is no object"),
+        ('{"prompt": " "}', "in.jsonl:2: the prompt is no text, or it is empty"),
+        ('{"messages": [{"content": "a"}]}', "in.jsonl:2: the role of message 0"),
+    ],
+)
+def test_bad_json_lines(
+    pair: Pair, capsys: pytest.CaptureFixture[str], tmp_path: Path, line: str, says: str
+) -> None:
+    (tmp_path / "in.jsonl").write_text('{"prompt": "a"}\n' + line)
+    status, error = refused(capsys, *pair.options(), "--file", str(tmp_path / "in.jsonl"))
+    assert status == 1
+    assert says in error
+
+
+def test_samples_are_shown_apart(pair: Pair, capsys: pytest.CaptureFixture[str]) -> None:
+    output, _ = answer(capsys, *pair.options(), "--plain", "--num_samples", "2", "hello")
+    assert output == f"[1/1] hello\n{SAID}\n---\n{SAID}\n"
+
+
+def test_penalties_and_bans_reach_the_model(pair: Pair, capsys: pytest.CaptureFixture[str]) -> None:
+    assert answer(capsys, *pair.options(), "--bad_words", "def", "hello")[0][:5] == "abcde"
+    assert answer(capsys, *pair.options(), "--bad_words", "def", "hello")[0][5] != "f"
+    (a, b) = (load(target=pair.target).tokenizer.convert_tokens_to_ids(t) for t in "ab")
+    assert answer(capsys, *pair.options(), "--logit_bias", f"{a}=-99", "hello")[0][0] != "a"
+    assert answer(capsys, *pair.options(), "--stop_token_ids", str(b), "hello")[0] == "ab\n"
 
 
 def test_several_prompts_in_order(pair: Pair, capsys: pytest.CaptureFixture[str]) -> None:
@@ -166,6 +274,12 @@ def test_tree_as_paths(pair: Pair, capsys: pytest.CaptureFixture[str]) -> None:
         (["--draft", "somewhere", "hi"], "--draft goes with --target"),
         (["--file", "somewhere", "hi"], "not both"),
         (["--dtype", "int8", "hi"], "--dtype: invalid choice: 'int8'"),
+        (["--interactive", "hi"], "--interactive reads standard input, so it takes no prompt"),
+        (["--interactive", "--num_samples", "2"], "so --num_samples is 1"),
+        (["--logprobs", "hi"], "name a file with --output"),
+        (["--plain", "--acceptance", "rejection", "hi"], "not for --plain"),
+        (["--logit_bias", "3", "hi"], "--logit_bias: '3' is not TOKEN_ID=NUMBER"),
+        (["--num_samples", "0", "hi"], "--num_samples: must be at least 1, not 0"),
     ],
 )
 def test_wrong_options(capsys: pytest.CaptureFixture[str], argv: list[str], named: str) -> None:

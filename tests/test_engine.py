@@ -1,11 +1,13 @@
 """Arguments, errors, texts, streaming and statistics of the Python interface."""
 
 import dataclasses
+import gc
 import math
 from collections.abc import Callable
 from typing import Any
 
 import byte_tokenizers
+import jax
 import numpy as np
 import pytest
 from byte_tokenizers import BOT, BYTES, END, USER
@@ -204,6 +206,123 @@ def test_pieces_of_a_stream_join_to_the_text(any_tokenizer, tree):
         assert "".join(pieces) == text
         split += len(pieces)
     assert split > 32 * 4  # in pieces indeed
+
+
+@pytest.mark.parametrize("tree", [None, "paper"])
+def test_a_batch_streams_row_by_row(any_tokenizer, tree):
+    model = with_eos(with_tokenizer(rig_m(noise=0.5), any_tokenizer), 20)
+    budgets = [0, 9, NEW, NEW]
+    whole = generate(model, PROMPTS, budgets)
+    pieces = stream(model, PROMPTS, budgets, tree=tree)
+    with pytest.raises(RuntimeError, match="before its last piece"):
+        _ = pieces.generation
+    texts, tokens, order = [""] * 4, [[] for _ in PROMPTS], []
+    for piece in pieces:
+        texts[piece.row] += piece.text
+        tokens[piece.row] += piece.token_ids
+        order.append(piece.row)
+    assert texts == whole.texts == pieces.generation.texts
+    assert tokens == whole.token_ids == pieces.generation.token_ids
+    assert pieces.generation.finish_reasons == whole.finish_reasons
+    assert order[:3] == [1, 2, 3]  # the first tokens come together
+    assert 2 in order[order.index(3) + 1 :]
+
+
+def test_without_a_tokenizer_a_stream_yields_tokens():
+    pieces = list(stream(rig_m(), [3], NEW, tree="chain-3"))
+    assert [t for piece in pieces for t in piece.token_ids] == [t % 32 for t in range(4, 4 + NEW)]
+    assert {piece.text for piece in pieces} == {""}
+    assert len(pieces) > 3
+
+
+def test_a_stream_that_ends_early_frees_what_lies_on_the_device(speaking):
+    def state_arrays() -> int:
+        gc.collect()
+        return sum(x.shape == (1, 2, 8, 128) for x in jax.live_arrays())  # keys of a layer
+
+    assert state_arrays() == 0
+    pieces = stream(speaking, [1] * 70, NEW - 8, tree="chain-3")
+    next(pieces)
+    assert state_arrays() > 0
+    pieces.close()
+    assert state_arrays() == 0
+    assert list(pieces) == []
+    with stream(speaking, [1] * 70, NEW - 8, tree="chain-3") as held:
+        next(held)
+        assert state_arrays() > 0
+    assert state_arrays() == 0
+    for _ in stream(speaking, [1] * 70, NEW - 8, tree="chain-3"):
+        break
+    assert state_arrays() == 0
+
+
+# " ab😀\xffc한d...": what is written from token 1 on starts with "b".
+STOPS = {
+    "inside": "ef",
+    "one token": "g",
+    "across tokens": "\N{GRINNING FACE}",
+    "hangul and what is before it": "c한",
+    "never": "zz",
+    "begins and does not end": "ghijX",
+}
+
+
+@pytest.mark.parametrize("name", STOPS)
+def test_stop_strings(any_tokenizer, name):
+    """Found by decoding every prefix; the same for plain, every tree, streams, and statistics."""
+    model, stop = with_tokenizer(rig_m(noise=0.5), any_tokenizer), STOPS[name]
+    prompts = [[1], [9], [17], [30]]
+    whole = generate(model, prompts, NEW)
+    plain = generate(model, prompts, NEW, stop=stop)
+    for row, tokens in enumerate(whole.token_ids):
+        texts = [
+            model.tokenizer.decode(tokens[:n], skip_special_tokens=True) for n in range(NEW + 1)
+        ]
+        end = next((n for n, text in enumerate(texts) if stop in text), None)
+        assert plain.token_ids[row] == tokens[:end]
+        assert plain.texts[row] == (texts[NEW] if end is None else texts[end].split(stop)[0])
+        assert plain.finish_reasons[row] == ("length" if end is None else "stop")
+        assert plain.stats.target_passes[row] == (NEW if end is None else end)
+    assert ("stop" in plain.finish_reasons) == (name not in ("never", "begins and does not end"))
+    for tree in ("paper", "chain-7"):
+        fast = speculative_generate(model, prompts, NEW, stop=stop, tree=tree)
+        assert fast.token_ids == plain.token_ids
+        assert fast.texts == plain.texts
+        assert fast.finish_reasons == plain.finish_reasons
+        passes, kept = sum(fast.stats.target_passes), sum(fast.stats.accepted_by_depth)
+        assert sum(map(len, fast.token_ids)) == pytest.approx(passes + kept * (passes - 4))
+        pieces = stream(model, prompts, NEW, stop=stop, tree=tree)
+        texts = [""] * 4
+        for piece in pieces:
+            texts[piece.row] += piece.text
+            assert plain.texts[piece.row].startswith(texts[piece.row])
+        assert texts == plain.texts
+        assert pieces.generation.stats.target_passes == fast.stats.target_passes
+
+
+def test_of_several_stop_strings_the_first_completed_counts(speaking):
+    settings = {"stop": [["hij", "ghijk"], ["ij", "hij"], [], ["i"]], "tree": "chain-7"}
+    found = speculative_generate(speaking, [[14]] * 4, 20, **settings)
+    whole = generate(speaking, [14], 20).texts[0]
+    before = whole[: whole.index("g")]
+    # "hij" is complete before "ghijk"; "ij" and "hij" end together, and "hij" begins first.
+    assert found.texts == [f"{before}g", f"{before}g", whole, f"{before}gh"]
+    assert found.finish_reasons == ["stop", "stop", "length", "stop"]
+
+
+def test_an_end_before_a_stop_string_wins(speaking):
+    model = with_eos(speaking, BYTES.index(b"h"))
+    out = speculative_generate(model, [14], 20, stop="gh", tree="paper")
+    assert out.finish_reasons == ["stop"]  # the token that ends the row completes it too
+    out = speculative_generate(model, [14], 20, stop="ghi", tree="paper")
+    assert out.finish_reasons == ["eos"]
+
+
+def test_a_stop_string_in_the_first_token(speaking):
+    out = speculative_generate(speaking, [BYTES.index(b"g") - 1], 20, stop="g", tree="paper")
+    assert out.texts == [""]
+    assert out.token_ids == [[BYTES.index(b"g")]]
+    assert out.stats.target_passes == [1]
 
 
 def joined(pieces: Stream) -> str:
