@@ -10,7 +10,7 @@ seeds, budgets, prompt lengths and ends are arguments of the program and never r
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Unpack
+from typing import Any, Literal, NamedTuple, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -53,7 +53,7 @@ class Call(NamedTuple):
 def prepare(
     model: Model,
     prompts: Prompt | Sequence[Prompt],
-    tree: AnyTree,
+    tree: AnyTree | Literal["auto"],
     max_new_tokens: int | Sequence[int],
     temperature: float | Sequence[float],
     top_p: float | Sequence[float],
@@ -62,7 +62,7 @@ def prepare(
     acceptance: Acceptance = "shared",
     **options: Unpack[Options],
 ) -> Call:
-    """Checks the arguments of `engine.generate`, and picks the bucket.
+    """Checks the arguments of `engine.generate`, picks the bucket, and the tree if it is "auto".
 
     Raises:
       ValueError: a prompt or a setting that cannot be used, with the numbers.
@@ -82,6 +82,8 @@ def prepare(
     for row, (prompt, new) in enumerate(zip(ids, budget.tolist(), strict=True)):
         _check_prompt(row, prompt, new, model.config.vocab_size, context)
 
+    if tree == "auto":
+        tree = model.auto_tree(count * samples)
     sampling = Sampling(
         temperature=jnp.asarray(per_row("temperature", temperature, count, np.float32, 0.0)),
         top_k=jnp.asarray(per_row("top_k", top_k, count, np.int32, 0, 2**31 - 1)),
@@ -113,7 +115,12 @@ def prepare(
     plain = tree == PLAIN
     wanted = jnp.asarray(bool(options.get("logprobs", False)))
     return Call(
-        shape=Shape(model.config, None if plain else model.draft_config, tree, acceptance),
+        shape=Shape(
+            model.config,
+            None if plain else model.draft_config,
+            tree,
+            "shared" if plain else acceptance,
+        ),
         weights=Weights(model.params, None if plain else model.draft),
         request=Request(sampling, jnp.asarray(budget), wanted),
         prompt=jnp.asarray(padded),

@@ -9,7 +9,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 from clover_jax.tree import AnyTree, parse_tree
 from infer.load import Model, load
@@ -163,18 +163,21 @@ def _bias(text: str) -> tuple[int, float]:
 
 
 def add_tree_option(group: argparse._ActionsContainer) -> None:
-    """--tree, a Tree."""
+    """--tree, a tree or "auto"."""
     group.add_argument(
         "--tree",
         type=_tree,
-        default="paper",
-        help="what the head proposes: paper, chain-3, dynamic-8 or child-rank paths such as "
+        default="auto",
+        help="what the head proposes: auto (the fastest that was found on this machine), paper, "
+        "chain-3, dynamic-8 or child-rank paths such as "
         "[[0],[1],[0,0]] "
         "(default %(default)s)",
     )
 
 
-def _tree(text: str) -> AnyTree:
+def _tree(text: str) -> AnyTree | Literal["auto"]:
+    if text == "auto":
+        return "auto"
     paths = text
     if text.lstrip().startswith("["):
         try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Unpack
+from typing import Literal, Unpack
 
 from clover_jax.tree import PLAIN, AnyTree, parse_tree
 from infer.call import Call, Prompt, prepare
@@ -59,15 +59,17 @@ def speculative_generate(
     top_p: float | Sequence[float] = 1.0,
     top_k: int | Sequence[int] = 0,
     seed: int | Sequence[int] = 0,
-    tree: str | AnyTree | Sequence[Sequence[int]] = "paper",
+    tree: str | AnyTree | Sequence[Sequence[int]] = "auto",
     acceptance: Acceptance = "shared",
     **options: Unpack[Options],
 ) -> Generation:
     """Generates the same text as `generate` with the same arguments, in fewer target passes.
 
     Args:
-      tree: what the head proposes: "paper" (the 25 nodes of Clover-2), "chain-N", "dynamic-N", a
-        DynamicTree, or a list of child-rank paths such as [[0], [1], [0, 0]].
+      tree: what the head proposes: "auto", the fastest that `python -m infer.tune` found on this
+        machine (or no tree, where plain decoding was faster; `stats.tree` tells), "paper" (the 25
+        nodes of Clover-2), "chain-N", "dynamic-N", a DynamicTree, or a list of child-rank paths
+        such as [[0], [1], [0, 0]].
       acceptance: "rejection" accepts as the paper does, which at temperatures above 0 gives
         another text of the same distribution; it is there for comparison.
       Everything else is as in `generate`.
@@ -75,13 +77,12 @@ def speculative_generate(
     Raises:
       ValueError: also if the model has no head or the paths form no tree.
     """
-    shape = _speculative_tree(model, tree)
     return _run(
         model,
         prepare(
             model,
             prompts,
-            shape,
+            _speculative_tree(model, tree),
             max_new_tokens,
             temperature,
             top_p,
@@ -101,7 +102,7 @@ def stream(
     top_p: float | Sequence[float] = 1.0,
     top_k: int | Sequence[int] = 0,
     seed: int | Sequence[int] = 0,
-    tree: str | AnyTree | Sequence[Sequence[int]] | None = "paper",
+    tree: str | AnyTree | Sequence[Sequence[int]] | None = "auto",
     acceptance: Acceptance = "shared",
     **options: Unpack[Options],
 ) -> Stream:
@@ -114,11 +115,10 @@ def stream(
     Raises:
       ValueError: as `speculative_generate`; at once, not with the first piece.
     """
-    shape = PLAIN if tree is None else _speculative_tree(model, tree)
     call = prepare(
         model,
         prompts,
-        shape,
+        PLAIN if tree is None else _speculative_tree(model, tree),
         max_new_tokens,
         temperature,
         top_p,
@@ -136,7 +136,9 @@ def _run(model: Model, call: Call) -> Generation:
     return session.generation()
 
 
-def _speculative_tree(model: Model, tree: str | AnyTree | Sequence[Sequence[int]]) -> AnyTree:
+def _speculative_tree(
+    model: Model, tree: str | AnyTree | Sequence[Sequence[int]]
+) -> AnyTree | Literal["auto"]:
     if model.draft is None:
         raise ValueError("this model has no draft head; use generate(), or load one with draft=...")
-    return parse_tree(tree)
+    return "auto" if tree == "auto" else parse_tree(tree)

@@ -14,6 +14,7 @@ import numpy as np
 
 from clover_jax.config import DraftConfig, TargetConfig
 from clover_jax.target import lm_head
+from clover_jax.tree import AnyTree
 from clover_jax.weights.clover import check_target, load_head
 from clover_jax.weights.gguf import GgufSource
 from clover_jax.weights.gguf_tokenizer import tokenizer as gguf_tokenizer
@@ -21,6 +22,7 @@ from clover_jax.weights.huggingface import HuggingFaceSource, eos_ids
 from clover_jax.weights.source import CheckpointError, TensorSource
 from clover_jax.weights.target import load_target
 from infer.drafter import Draft
+from infer.tuning import Tuning, auto_tree, read_tunings
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -41,6 +43,8 @@ class Model:
       draft_config, draft: the head and its config; both None for a target alone.
       tokenizer: None for a checkpoint without one, which takes token-id prompts.
       eos_ids: tokens that end a text.
+      head_folder: where the head came from.
+      tunings: what lies there of measured trees (see tuning.py).
     """
 
     config: TargetConfig
@@ -49,6 +53,17 @@ class Model:
     draft: Draft | None
     tokenizer: PreTrainedTokenizerBase | None
     eos_ids: tuple[int, ...]
+    head_folder: Path | None = None
+    tunings: tuple[Tuning, ...] = ()
+
+    @property
+    def weight_dtype(self) -> str:
+        """Of the matrix products."""
+        return str(lm_head(self.params).dtype.name)
+
+    def auto_tree(self, rows: int) -> AnyTree:
+        """The tree that tree="auto" stands for: see `tuning.auto_tree`."""
+        return auto_tree(self.tunings, self.weight_dtype, rows)
 
 
 def load(
@@ -100,10 +115,12 @@ def load(
         source.generation_config if isinstance(source, HuggingFaceSource) else {},
         tokenizer.eos_token_id if tokenizer is not None else None,
     )
-    draft_config, ready = None, None
-    if draft is not None:
-        draft_config, ready = _ready_head(_resolve(draft), config, params, compute)
-    return Model(config, params, draft_config, ready, tokenizer, ends)
+    if draft is None:
+        return Model(config, params, None, None, tokenizer, ends)
+    folder = _resolve(draft)
+    draft_config, ready = _ready_head(folder, config, params, compute)
+    tunings = tuple(read_tunings(folder))
+    return Model(config, params, draft_config, ready, tokenizer, ends, folder, tunings)
 
 
 def open_target(target: str | Path) -> tuple[TensorSource, PreTrainedTokenizerBase | None]:

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from clover_jax.tree import AnyTree
 from infer.call import Call
 from infer.decode import DecodeState, decode, prefill
 from infer.load import Model
@@ -48,6 +49,7 @@ class Stats:
     """What a call cost.
 
     Attributes:
+      tree: that was drafted; PLAIN for plain decoding.
       target_passes: per row, forward passes of the target while the row was unfinished, the
         prefill included, which emits one token too.
       tokens_per_pass: tokens emitted per target pass, over all rows.
@@ -58,6 +60,7 @@ class Stats:
       tokens_per_second: tokens of all rows after each row's first, per decode_seconds.
     """
 
+    tree: AnyTree
     target_passes: list[int]
     tokens_per_pass: float
     accepted_by_depth: list[float]
@@ -163,6 +166,7 @@ class Session:
                 for row, end in enumerate(ended)
             ],
             stats=Stats(
+                tree=self._call.shape.tree,
                 target_passes=passes.tolist(),
                 tokens_per_pass=float(emitted.sum() / passes.sum()),
                 accepted_by_depth=(accepted.sum(axis=0)[1:] / max(verified, 1)).tolist(),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -52,14 +53,19 @@ def fastest_dtype() -> str:
     """
     if jax.default_backend() != "cpu":
         return "bfloat16"
-    cpuinfo = Path("/proc/cpuinfo")
-    return "bfloat16" if cpuinfo.exists() and "amx_bf16" in cpuinfo.read_text() else "float32"
+    return "bfloat16" if "amx_bf16" in _cpuinfo() else "float32"
+
+
+def _cpuinfo() -> str:
+    path = Path("/proc/cpuinfo")  # Linux alone has it
+    return path.read_text() if path.exists() else ""
 
 
 def machine() -> str:
-    """What the model runs on, such as '2 CPU cores' or 'NVIDIA H200'."""
+    """What the model runs on, such as '2 CPU cores (name of the CPU)' or 'NVIDIA H200'."""
     device = jax.devices()[0]
     if device.platform != "cpu":
         return str(device.device_kind)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return f"{cores} CPU core{'' if cores == 1 else 's'}"
+    name = re.search(r"^model name\s*: (.+)$", _cpuinfo(), re.M)
+    return f"{cores} CPU core{'' if cores == 1 else 's'}" + (f" ({name[1]})" if name else "")
