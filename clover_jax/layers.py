@@ -160,6 +160,9 @@ class MLP(nn.Module):
         gate = Dense(c.intermediate_size, c.mlp_bias, name="gate_proj")(x)
         up = Dense(c.intermediate_size, c.mlp_bias, name="up_proj")(x)
         inner = (_ACTIVATIONS[c.hidden_act](gate) * up).astype(x.dtype)
+        # Without it the TPU compiler draws one of the products above into the one below, and both
+        # together then take 1.3 times as long as one after the other.
+        inner = jax.lax.optimization_barrier(inner)
         return Dense(c.hidden_size, c.mlp_bias, name="down_proj")(inner)
 
 
