@@ -31,6 +31,7 @@ def num_slots(cache: KVCache) -> int:
     return cache[0].v.shape[2]
 
 
+@jax.named_scope("commit")
 def commit(cache: KVCache, new: KVCache, slots: jax.Array, output: jax.Array) -> KVCache:
     """Writes the keys and values of T new tokens into their slots.
 

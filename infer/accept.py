@@ -31,6 +31,7 @@ class Accepted(NamedTuple):
     length: jax.Array
 
 
+@jax.named_scope("accept")
 def accept(
     proposal: Proposal,
     logits: jax.Array,

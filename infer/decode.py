@@ -300,6 +300,7 @@ def _draft_and_verify(
     return proposal, path, hidden, new, logits
 
 
+@jax.named_scope("verify")
 def _verify(
     shape: Shape, weights: Weights, state: DecodeState, proposal: Proposal
 ) -> tuple[jax.Array, kv.KVCache, jax.Array]:
@@ -335,6 +336,7 @@ def _logprobs(
     return jax.lax.cond(request.logprobs, look_up, lambda: jnp.zeros(tokens.shape))
 
 
+@jax.named_scope("advance")
 def _advance(
     draft_config: DraftConfig | None,
     weights: Weights,

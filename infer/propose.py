@@ -42,6 +42,7 @@ def root_alone(token: jax.Array) -> Proposal:
     return _static(Tree(()), token, ())
 
 
+@jax.named_scope("propose")
 def propose(drafter: Drafter, tree: Tree | DynamicTree, state: jax.Array) -> Proposal:
     """Fills the tree.
 
