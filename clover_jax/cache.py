@@ -32,6 +32,19 @@ def num_slots(cache: KVCache) -> int:
 
 
 @jax.named_scope("commit")
+def take(new: KVCache, nodes: jax.Array) -> KVCache:
+    """The keys and values of some of the new tokens, `nodes` (int32 [B, L])."""
+    at = nodes[:, None, :, None]  # [B, 1, L, 1]
+    return tuple(
+        LayerKV(
+            k=jnp.take_along_axis(fresh.k, at.swapaxes(2, 3), axis=3),
+            v=jnp.take_along_axis(fresh.v, at, axis=2),
+        )
+        for fresh in new
+    )
+
+
+@jax.named_scope("commit")
 def commit(cache: KVCache, new: KVCache, slots: jax.Array, output: jax.Array) -> KVCache:
     """Writes the keys and values of T new tokens into their slots.
 

@@ -239,7 +239,7 @@ def decode_step(
 ) -> DecodeState:
     """One pass of the target: every unfinished row emits between 1 and L tokens."""
     slots = kv.num_slots(state.target_cache)
-    proposal, path, hidden, new, logits = _draft_and_verify(shape, weights, request, state)
+    path, hidden, new, logits = _draft_and_verify(shape, weights, request, state)
 
     active = running(state, request)
     room_left = request.budget - state.emitted
@@ -252,9 +252,9 @@ def decode_step(
     steps = jnp.arange(shape.tree.depth + 1)
     emitted_here = steps < count[:, None]  # [B, L]
     where = jnp.where(emitted_here, state.length[:, None] + 1 + steps, slots)
-    on_path = path.nodes[:, :, None] == jnp.arange(shape.tree.size)  # [B, L, N]
-    kept = jnp.any(on_path & emitted_here[:, :, None], axis=1)
-    written = jnp.where(kept, state.length[:, None] + proposal.depths, slots)  # [B, N]
+    # Of the keys and values the path's alone, since on a TPU each is a write of its own.
+    written = jnp.where(emitted_here, state.length[:, None] + steps, slots)
+    path_hidden = jnp.take_along_axis(hidden, path.nodes[..., None], axis=1)
     logprobs = _logprobs(request, logits, path.nodes, path.tokens)
     state = dataclasses.replace(
         state,
@@ -262,19 +262,18 @@ def decode_step(
         logprobs=state.logprobs.at[rows, where].set(logprobs, mode="drop"),
         emitted=state.emitted + count,
         ended=state.ended | (active & (until_end <= count)),
-        target_cache=kv.commit(state.target_cache, new, written, hidden),
+        target_cache=kv.commit(state.target_cache, kv.take(new, path.nodes), written, path_hidden),
         passes=state.passes + active,
         accepted=state.accepted + emitted_here,
     )
-    path_hidden = jnp.take_along_axis(hidden, path.nodes[..., None], axis=1)
     return _advance(shape.draft, weights, state, path_hidden, path.tokens, count)
 
 
 def _draft_and_verify(
     shape: Shape, weights: Weights, request: Request, state: DecodeState
-) -> tuple[Proposal, Accepted, jax.Array, kv.KVCache, jax.Array]:
-    """The tree, the path through it, and what the target computed at its nodes: hidden [B, N, D],
-    new keys and values, logits [B, N, V]."""
+) -> tuple[Accepted, jax.Array, kv.KVCache, jax.Array]:
+    """The path through a new tree, and what the target computed at the tree's nodes: hidden
+    [B, N, D], keys and values, logits [B, N, V]."""
     sampling, vocab_size = request.sampling, shape.target.vocab_size
     depths = range(shape.tree.depth + 1)
     following = [state.length + 1 + depth for depth in depths]  # positions after nodes, by depth
@@ -297,7 +296,7 @@ def _draft_and_verify(
         path = accept_by_rejection(shape.tree, proposal, logits, following[0], sampling, past)
     else:
         path = accept(proposal, logits, noise, sampling, past)
-    return proposal, path, hidden, new, logits
+    return path, hidden, new, logits
 
 
 @jax.named_scope("verify")

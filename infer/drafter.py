@@ -21,6 +21,7 @@ from clover_jax.matmul import matmul
 from clover_jax.target import causal_mask
 from infer.adjust import History, adjust
 from infer.sampling import Sampling, process
+from infer.top_k import top_k
 
 
 class Draft(NamedTuple):
@@ -113,7 +114,8 @@ class Proposals(NamedTuple):
         The token is -1, which nothing matches, where there is none.
         """
         available = min(count, self.scores.shape[-1])
-        scores, which = jax.lax.top_k(self.scores, available)
+        which = top_k(self.scores, available)
+        scores = jnp.take_along_axis(self.scores, which, axis=-1)
         every = jnp.broadcast_to(self.tokens, self.scores.shape)
         tokens = jnp.take_along_axis(every, which, axis=-1)
         beyond = ((0, 0), (0, 0), (0, count - available))
@@ -166,7 +168,7 @@ class Drafter:
         logits = matmul(features, draft.lm_rows)  # [B, F, W]
         tokens = draft.token_ids[None, None]
         whole = self.config.draft_vocab_size == noise.shape[1]
-        its_noise = noise[:, None] if whole else jnp.take(noise, draft.token_ids, axis=1)[:, None]
+        its_noise = noise[:, None] if whole else self._noise_of_vocabulary(noise)[:, None]
         if self.config.copy_bias:
             copied, bias = self._copies(frontier)  # [B, F, 1]
             found = bias > -jnp.inf
@@ -181,6 +183,15 @@ class Drafter:
                 its_noise = _beside(its_noise, jnp.take_along_axis(noise[:, None], copied, axis=2))
         logits = process(logits, self.sampling, self._adjusted(frontier, tokens))
         return Proposals(tokens, logits, logits + its_noise)
+
+    def _noise_of_vocabulary(self, noise: jax.Array) -> jax.Array:
+        """f32 [B, W]; not gathered while all rows are greedy and it is 0."""
+        ids = self.draft.token_ids
+        return jax.lax.cond(
+            jnp.any(self.sampling.temperature > 0),
+            lambda: jnp.take(noise, ids, axis=1),
+            lambda: jnp.zeros((len(noise), len(ids)), noise.dtype),
+        )
 
     def _copies(self, frontier: Frontier) -> tuple[jax.Array, jax.Array]:
         """The token each node copies from the text, int32 [B, F, 1], and what its logit gains, f32

@@ -134,8 +134,14 @@ def choose(
     adjusted: Callable[[jax.Array], jax.Array] = lambda logits: logits,
 ) -> jax.Array:
     """The token each row emits: logits [B, V], noise [B, V] -> int32 [B]."""
-    scores = process(logits, sampling, adjusted) + noise
-    return jnp.argmax(scores, axis=-1).astype(jnp.int32)
+
+    def as_asked() -> jax.Array:
+        return jnp.argmax(process(logits, sampling, adjusted) + noise, axis=-1)
+
+    # With all rows greedy and none adjusted, the logits are all there is to look at.
+    plain = ~jnp.any(sampling.temperature > 0) & ~jnp.any(sampling.adjustments.active)
+    token = jax.lax.cond(plain, lambda: jnp.argmax(logits, axis=-1), as_asked)
+    return token.astype(jnp.int32)
 
 
 def _shortest_prefix(x: jax.Array, weights: jax.Array, goal: jax.Array) -> jax.Array:
