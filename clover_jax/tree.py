@@ -48,6 +48,12 @@ class Tree:
             if path[:-1] not in known:
                 raise ValueError(f"tree path {list(path)} has no parent {list(path[:-1])}")
 
+    def __str__(self) -> str:
+        if not self.paths:
+            return "none"
+        count = len(self.paths)
+        return f"{count} node{'s' * (count > 1)} {[list(path) for path in self.paths]}"
+
     @functools.cached_property
     def size(self) -> int:
         """N, the root included."""
@@ -134,6 +140,9 @@ class DynamicTree:
             raise ValueError(f"least_ratio must be between 0 and 1, got {self.least_ratio}")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p of a tree must be above 0 and at most 1, got {self.top_p}")
+
+    def __str__(self) -> str:
+        return f"dynamic, {self.nodes} nodes of depth {self.depth} and width {self.width}"
 
     @property
     def size(self) -> int:

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from infer.agreement import Difference
 from infer.counts import Counts, ratio, total
 
-PLAIN, SPECULATIVE, TRANSFORMERS = "plain", "speculative", "transformers"
+PLAIN, SPECULATIVE, TRANSFORMERS, LOOKUP = (
+    "plain",
+    "with head",
+    "transformers",
+    "transformers with lookup",
+)
 ALL = "all"
 
 
@@ -20,28 +26,30 @@ class Settings:
     Attributes:
       model: name or place of the target.
       dtype: of the matrix products.
-      tree: child-rank paths of the draft tree.
-      max_new_tokens, temperature: of every call.
+      tree: what the head proposed.
+      max_new_tokens, repeat: of every turn.
       machine: what it ran on.
       jax: version of JAX.
+      compile_seconds: spent in compiling, before and between what was timed.
     """
 
     model: str
     dtype: str
-    tree: tuple[tuple[int, ...], ...]
+    tree: str
     max_new_tokens: int
-    temperature: float
+    repeat: int
     machine: str
     jax: str
+    compile_seconds: float
 
 
 @dataclasses.dataclass(frozen=True)
 class Record:
-    """One prompt, by every system.
+    """One turn, by every system.
 
     Attributes:
-      name, task: of the prompt.
-      prompt_tokens: its length.
+      name, task: of the turn.
+      prompt_tokens: the length of all that was said before.
       token_ids, counts: by system.
       differences: by system, what differs from plain decoding; None where nothing does. Systems
         that cannot be compared are left out.
@@ -55,24 +63,69 @@ class Record:
     differences: Mapping[str, Difference | None]
 
 
-def markdown(settings: Settings, records: Sequence[Record]) -> str:
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    """Prompts generated together.
+
+    Attributes:
+      size: rows.
+      prompts: of all batches.
+      same: rows with plain decoding's text.
+      tree: what the head proposed.
+      counts: by system.
+    """
+
+    size: int
+    prompts: int
+    same: int
+    tree: str
+    counts: Mapping[str, Counts]
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """Everything at one temperature.
+
+    Attributes:
+      records: of single rows.
+      left_out: turns that did not fit the context.
+      batches: of first turns, by size.
+    """
+
+    temperature: float
+    records: list[Record]
+    left_out: list[str]
+    batches: list[Batch]
+
+
+def markdown(settings: Settings, runs: Sequence[Run]) -> str:
     """The report, ending without a newline."""
-    groups = by_task(records)
-    systems = systems_of(records)
+    repeated = f", the median of {settings.repeat} runs" if settings.repeat > 1 else ""
+    head = (
+        f"# {settings.model} on {settings.machine}\n\n"
+        f"One turn at a time{repeated}; at most {settings.max_new_tokens} new tokens, "
+        f"{settings.dtype}, JAX {settings.jax}; {settings.compile_seconds:.0f} s of compilation "
+        f"are in none of the figures.  \nDraft tree: {settings.tree}."
+    )
+    if any(name in systems_of(run.records) for run in runs for name in (TRANSFORMERS, LOOKUP)):
+        head += "  \ntransformers runs in torch, float32."
+    return "\n\n".join([head, *(_one_temperature(run) for run in runs)])
+
+
+def _one_temperature(run: Run) -> str:
+    groups, systems = by_task(run.records), systems_of(run.records)
+    others = [name for name in systems if name != SPECULATIVE]
     parts = [
-        f"# {settings.model} on {settings.machine}",
-        f"First turns, one at a time; at most {settings.max_new_tokens} new tokens, temperature "
-        f"{settings.temperature:g}, {settings.dtype}, JAX {settings.jax}.  \n"
-        f"Draft tree of {len(settings.tree)} nodes: {[list(path) for path in settings.tree]}."
-        + ("  \ntransformers runs in torch, float32." if TRANSFORMERS in systems else ""),
-        "## Speed",
+        f"## Temperature {run.temperature:g}",
+        "### Speed",
         _table(
             [
                 "task",
-                "prompts",
+                "turns",
                 "tokens",
                 *(f"{name} tok/s" for name in systems),
-                *(f"over {name}" for name in systems if name != SPECULATIVE),
+                *(f"over {name}" for name in others),
+                "middle half",
                 "tokens/pass",
                 "same text",
             ],
@@ -80,56 +133,85 @@ def markdown(settings: Settings, records: Sequence[Record]) -> str:
         ),
         "Tokens are the new ones of speculative generation, the end-of-sequence token included. "
         "tok/s: new tokens per second of prefill and decoding together. over: how many times "
-        "faster speculative generation is. tokens/pass: new tokens per forward pass of the target, "
-        "the prefill counted as one. same text: as plain decoding's, token for token.",
-        "## Prefill and decoding apart",
-        "Prefill: prompt tokens per second. Decoding: new tokens per second, the first, which the "
-        "prefill emits, left out.",
+        "faster speculative generation is. middle half: between which ratios over plain decoding "
+        "the middle half of the turns lies. tokens/pass: new tokens per forward pass of the "
+        "target, the prefill counted as one. same text: as plain decoding's, token for token.",
+        "### Prefill and decoding apart",
+        "First token: milliseconds until it is there. Decoding: new tokens per second, the first, "
+        "which the prefill emits, left out.",
         _table(
             [
                 "task",
                 "prompt tokens",
-                *(f"{name} prefill" for name in systems),
+                *(f"{name} first token" for name in systems),
                 *(f"{name} decoding" for name in systems),
             ],
             [_phase_row(task, group) for task, group in groups.items()],
         ),
-        "## Accepted draft tokens",
+        "### Accepted draft tokens",
         "The share of verify passes that kept a draft token at each depth of the tree.",
         _table(
-            ["task", *(f"depth {d}" for d in range(1, _depth(records) + 1))],
+            ["task", *(f"depth {d}" for d in range(1, _depth(run.records) + 1))],
             [
                 [task, *(f"{share:.3f}" for share in total_of(group, SPECULATIVE).acceptance)]
                 for task, group in groups.items()
             ],
         ),
-        "## Texts that differ from plain decoding's",
-        _differences(records),
     ]
+    if run.batches:
+        parts += [
+            "### Batches",
+            "First turns, so many at a time; new tokens per second of decoding, all rows together.",
+            _table(
+                [
+                    "rows",
+                    "prompts",
+                    PLAIN,
+                    SPECULATIVE,
+                    "ratio",
+                    "tokens/pass",
+                    "same text",
+                    "tree",
+                ],
+                [_batch_row(batch) for batch in run.batches],
+            ),
+        ]
+    parts += ["### Texts that differ from plain decoding's", _differences(run.records)]
+    if run.left_out:
+        parts.append(f"Turns that did not fit the context: {'; '.join(run.left_out)}.")
     return "\n\n".join(parts)
 
 
-def as_json(settings: Settings, records: Sequence[Record]) -> dict[str, Any]:
-    """All numbers: settings, sums by task and system, and every prompt."""
+def as_json(settings: Settings, runs: Sequence[Run]) -> dict[str, Any]:
+    """All numbers: settings, and for each temperature sums by task and system, and every turn."""
     return {
         "settings": dataclasses.asdict(settings),
-        "tasks": {task: _task_json(group) for task, group in by_task(records).items()},
-        "prompts": [
+        "runs": [
             {
-                "question_id": record.name,
-                "task": record.task,
-                "prompt_tokens": record.prompt_tokens,
-                "systems": {
-                    name: dataclasses.asdict(counts) | {"token_ids": record.token_ids[name]}
-                    for name, counts in record.counts.items()
-                },
-                "differences": {
-                    name: dataclasses.asdict(difference) if difference else None
-                    for name, difference in record.differences.items()
-                },
+                "temperature": run.temperature,
+                "tasks": {task: _task_json(group) for task, group in by_task(run.records).items()},
+                "batches": [dataclasses.asdict(batch) for batch in run.batches],
+                "left_out": run.left_out,
+                "turns": [_turn_json(record) for record in run.records],
             }
-            for record in records
+            for run in runs
         ],
+    }
+
+
+def _turn_json(record: Record) -> dict[str, Any]:
+    return {
+        "name": record.name,
+        "task": record.task,
+        "prompt_tokens": record.prompt_tokens,
+        "systems": {
+            name: dataclasses.asdict(counts) | {"token_ids": record.token_ids[name]}
+            for name, counts in record.counts.items()
+        },
+        "differences": {
+            name: dataclasses.asdict(difference) if difference else None
+            for name, difference in record.differences.items()
+        },
     }
 
 
@@ -140,7 +222,7 @@ def _task_json(records: Sequence[Record]) -> dict[str, Any]:
         systems[name] = dataclasses.asdict(counts) | {
             "tokens_per_second": counts.tokens_per_second,
             "decoded_per_second": counts.decoded_per_second,
-            "prompt_tokens_per_second": _prefill_speed(records, name),
+            "first_token_seconds": _first_token(records, name),
             "tokens_per_pass": counts.tokens_per_pass,
             "acceptance": counts.acceptance,
             "speculative_speed_up": ratio(
@@ -151,7 +233,13 @@ def _task_json(records: Sequence[Record]) -> dict[str, Any]:
         name: dict(zip(("same", "near_ties", "compared"), _agreement(records, name), strict=True))
         for name in records[0].differences
     }
-    return {"prompts": len(records), "systems": systems, "agreement": agreement}
+    spread = _middle_half(records)
+    return {
+        "turns": len(records),
+        "systems": systems,
+        "agreement": agreement,
+        "middle_half_of_speed_ups": spread,
+    }
 
 
 def by_task(records: Sequence[Record]) -> dict[str, list[Record]]:
@@ -172,9 +260,21 @@ def total_of(records: Sequence[Record], system: str) -> Counts:
     return total(record.counts[system] for record in records)
 
 
-def _prefill_speed(records: Sequence[Record], system: str) -> float:
-    tokens = sum(record.prompt_tokens for record in records)
-    return ratio(tokens, total_of(records, system).prefill_seconds)
+def _first_token(records: Sequence[Record], system: str) -> float:
+    """Seconds, the mean over the turns."""
+    return ratio(total_of(records, system).prefill_seconds, len(records))
+
+
+def _middle_half(records: Sequence[Record]) -> list[float]:
+    """First and third quartile of the turns' speed-ups over plain decoding."""
+    found = [
+        ratio(r.counts[SPECULATIVE].tokens_per_second, r.counts[PLAIN].tokens_per_second)
+        for r in records
+    ]
+    if len(found) < 2:
+        return [*found, *found]
+    first, _, third = statistics.quantiles(found, n=4, method="inclusive")
+    return [first, third]
 
 
 def _agreement(records: Sequence[Record], system: str) -> tuple[int, int, int]:
@@ -204,6 +304,7 @@ def _speed_row(task: str, records: Sequence[Record]) -> list[str]:
             for name, counts in sums.items()
             if name != SPECULATIVE
         ),
+        "{:.2f} to {:.2f}".format(*_middle_half(records)),
         f"{mine.tokens_per_pass:.2f}",
         f"{same} of {compared}{ties}",
     ]
@@ -214,8 +315,22 @@ def _phase_row(task: str, records: Sequence[Record]) -> list[str]:
     return [
         task,
         str(sum(record.prompt_tokens for record in records)),
-        *(f"{_prefill_speed(records, name):.0f}" for name in systems),
+        *(f"{1e3 * _first_token(records, name):.0f}" for name in systems),
         *(f"{total_of(records, name).decoded_per_second:.1f}" for name in systems),
+    ]
+
+
+def _batch_row(batch: Batch) -> list[str]:
+    plain, mine = batch.counts[PLAIN], batch.counts[SPECULATIVE]
+    return [
+        str(batch.size),
+        str(batch.prompts),
+        f"{plain.decoded_per_second:.1f}",
+        f"{mine.decoded_per_second:.1f}",
+        f"{ratio(mine.decoded_per_second, plain.decoded_per_second):.2f}",
+        f"{mine.tokens_per_pass:.2f}",
+        f"{batch.same} of {batch.prompts}",
+        batch.tree,
     ]
 
 

@@ -12,10 +12,13 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 from clover_jax.tree import AnyTree, parse_tree
+from infer.compile_cache import use_compile_cache
 from infer.load import Model, load
 from infer.options import Options
 
 DEFAULT_MODEL = "smollm2-135m"
+
+TreeOption = AnyTree | Literal["auto"]
 
 
 class Parser(argparse.ArgumentParser):
@@ -30,6 +33,7 @@ class Parser(argparse.ArgumentParser):
 
 def run(command: Callable[[Sequence[str] | None], None], argv: Sequence[str] | None = None) -> int:
     """Runs a command and returns its exit status: 1 after an error the user can put right."""
+    use_compile_cache()
     try:
         command(argv)
         sys.stdout.flush()
@@ -77,8 +81,8 @@ def load_model(parser: Parser, arguments: argparse.Namespace) -> Model:
     return load(name, target=arguments.target, draft=arguments.draft, dtype=arguments.dtype)
 
 
-def add_length_and_temperature(group: argparse._ActionsContainer) -> None:
-    """--max_new_tokens and --temperature."""
+def add_length(group: argparse._ActionsContainer) -> None:
+    """--max_new_tokens."""
     group.add_argument(
         "--max_new_tokens",
         type=whole_number(1),
@@ -86,6 +90,11 @@ def add_length_and_temperature(group: argparse._ActionsContainer) -> None:
         metavar="N",
         help="tokens at most (default %(default)s)",
     )
+
+
+def add_length_and_temperature(group: argparse._ActionsContainer) -> None:
+    """--max_new_tokens and --temperature."""
+    add_length(group)
     group.add_argument(
         "--temperature",
         type=number(0.0),
@@ -175,7 +184,7 @@ def add_tree_option(group: argparse._ActionsContainer) -> None:
     )
 
 
-def _tree(text: str) -> AnyTree | Literal["auto"]:
+def _tree(text: str) -> TreeOption:
     if text == "auto":
         return "auto"
     paths = text

@@ -9,10 +9,9 @@ import textwrap
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from clover_jax.chat import encode_prompt
-from clover_jax.tree import AnyTree, parse_tree
 from infer import cli
 from infer.agreement import first_difference
 from infer.bench import own_systems
@@ -24,8 +23,6 @@ from infer.timing import fastest_dtype, machine, steady
 
 MODEL = "smollm2-135m"
 NAME = "SmolLM2-135M-Instruct"
-# Small, because on a CPU every node that the target checks costs time.
-TREE = parse_tree([[0], [1], [0, 0], [0, 0, 0]])
 PROMPTS = (
     "Explain in a few sentences why the sky is blue.",
     "Write a short story about a fox who learns to swim.",
@@ -56,19 +53,21 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(f"{NAME} with its Clover-2 head, in {dtype} on {machine()}\n")
     with _step("Loading"):
         model = load(MODEL, dtype=dtype)
-    tree = TREE if model.draft is not None else None
-    if tree is None:
+    head = model.draft is not None
+    if not head:
         print("The head is not part of this installation: what follows is plain generation.")
     prompts = [encode_prompt(model.tokenizer, [{"role": "user", "content": p}]) for p in PROMPTS]
 
     with _step("Compiling, once per start"):
-        _compile(model, prompts[0], tree)
+        _compile(model, prompts[0], "auto" if head else None)
     print(f"\n> {PROMPTS[0]}\n")
-    pieces = (piece.text for piece in stream(model, prompts[0], NEW_TOKENS, tree=tree))
+    pieces = (
+        piece.text for piece in stream(model, prompts[0], NEW_TOKENS, tree="auto" if head else None)
+    )
     for piece in wrapped(pieces, WIDTH):
         print(piece, end="", flush=True)
     print("\n")
-    if tree is None:
+    if not head:
         return
 
     with _step("Compiling plain generation, to compare with"):
@@ -80,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def compare(model: Model, prompts: Sequence[list[int]]) -> Comparison:
     """Runs each prompt REPETITIONS times, plain and with the head in turns."""
-    systems = own_systems(model, TREE, NEW_TOKENS, temperature=0.0)
+    systems = own_systems(model, "auto", NEW_TOKENS, temperature=0.0)
     medians: dict[str, list[Counts]] = {PLAIN: [], SPECULATIVE: []}
     differences = []
     for text, prompt in zip(PROMPTS, prompts, strict=True):
@@ -144,7 +143,7 @@ def _shown(model: Model, token: int) -> str:
     return repr(model.tokenizer.decode([token])) if model.tokenizer is not None else str(token)
 
 
-def _compile(model: Model, prompt: list[int], tree: AnyTree | None) -> None:
+def _compile(model: Model, prompt: list[int], tree: Literal["auto"] | None) -> None:
     """The first piece of a stream compiles the prefill, the second the decode loop."""
     for _ in islice(stream(model, prompt, NEW_TOKENS, tree=tree), 2):
         pass

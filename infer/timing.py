@@ -33,6 +33,11 @@ def steady(call: Callable[[], T]) -> T:
     raise RuntimeError("the same call compiled twice, so it cannot be timed")
 
 
+def compile_seconds() -> float:
+    """Spent in compiling since `steady` was first called."""
+    return sum(_compilations())
+
+
 @functools.cache
 def _compilations() -> list[float]:
     """Seconds of each compilation in this process since the first call."""

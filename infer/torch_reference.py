@@ -50,9 +50,17 @@ class TorchReference:
         self._model.eval()
 
     def generate(
-        self, prompt: Sequence[int], max_new_tokens: int, temperature: float
+        self,
+        prompt: Sequence[int],
+        max_new_tokens: int,
+        temperature: float,
+        lookup: int | None = None,
     ) -> tuple[list[int], Counts]:
-        """New tokens, the end-of-sequence token included, and what they cost."""
+        """New tokens, the end-of-sequence token included, and what they cost.
+
+        Args:
+          lookup: tokens that prompt lookup decoding drafts; None for plain decoding.
+        """
         from transformers import GenerationConfig
         from transformers.generation.streamers import BaseStreamer
 
@@ -71,7 +79,16 @@ class TorchReference:
         sampling: dict[str, Any] = {"do_sample": False}
         if temperature > 0:
             sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
+        if lookup is not None:
+            sampling["prompt_lookup_num_tokens"] = lookup
         ids = torch.tensor([list(prompt)])
+        passes = 0
+
+        def count(*_: Any) -> None:
+            nonlocal passes
+            passes += 1
+
+        hook = self._model.register_forward_pre_hook(count)
         started = time.perf_counter()
         with torch.inference_mode():
             output = self._model.generate(
@@ -86,12 +103,13 @@ class TorchReference:
                 streamer=clock,
             )
         ended = time.perf_counter()
+        hook.remove()
         tokens = output[0, len(prompt) :].tolist()
         return tokens, Counts(
             tokens=len(tokens),
             decoded=len(tokens) - 1,
-            passes=len(tokens),
-            verified=len(tokens) - 1,
+            passes=passes,
+            verified=passes - 1,
             prefill_seconds=clock.calls[1] - started,
             decode_seconds=ended - clock.calls[1],
         )

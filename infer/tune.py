@@ -22,12 +22,12 @@ from tqdm import tqdm
 
 from clover_jax.tree import PLAIN, Tree
 from infer import cli
-from infer.bench import encode, read_questions
 from infer.calibrate import count_passes, token_ranks
 from infer.call import prepare
 from infer.counts import Counts, total
 from infer.engine import generate, speculative_generate
 from infer.load import Model
+from infer.questions import first_prompts, read_questions
 from infer.session import Generation
 from infer.step_times import StepTimes, measure
 from infer.timing import machine, steady
@@ -63,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     folder: Path = arguments.output or model.head_folder
     if not folder.is_dir():
         raise ValueError(f"{folder} is not a folder")
-    prompts = encode(model, questions, arguments.max_new_tokens)
+    prompts = first_prompts(model, questions, arguments.max_new_tokens)
 
     calibration = calibrate(model, prompts, arguments.max_new_tokens, arguments.temperature)
     trees = list(candidates(likely_paths(calibration.ranks), _SIZES))
@@ -182,7 +182,7 @@ def _line(choice: Choice) -> str:
         f"batch of {choice.batch_size}: {choice.measured:.1f} tokens/s (predicted "
         f"{choice.predicted:.1f}), {choice.measured / choice.plain:.2f} times plain decoding, "
         f"{choice.tokens_per_pass:.2f} tokens per verify pass, "
-        f"tree {[list(path) for path in choice.tree.paths]}"
+        f"{choice.tree}"
     )
 
 

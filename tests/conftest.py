@@ -16,6 +16,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = ""  # commands then keep nothing at home
     # Before any test module imports jax. An accelerator is used only where it was asked for.
     if not (config.getoption("--run-tpu") or config.getoption("--run-gpu")):
         os.environ["JAX_PLATFORMS"] = "cpu"

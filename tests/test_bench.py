@@ -5,7 +5,6 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
 import jax
 import numpy as np
@@ -13,18 +12,21 @@ import pytest
 from tiny_chat import BOT, END, chain_model, cycle_table, ids, random_model
 from tiny_head import perfect_head
 
-from infer import bench, cli, generate, load
+from clover_jax.chat import encode_prompt
+from clover_jax.tree import PLAIN as PLAIN_TREE
+from infer import bench, bench_plots, cli, generate, load
 from infer.agreement import first_difference, forced_scores
-from infer.bench_report import PLAIN, SPECULATIVE, TRANSFORMERS
+from infer.bench_report import LOOKUP, PLAIN, SPECULATIVE, TRANSFORMERS, Record, Run
 from infer.counts import Counts, total
 from infer.load import Model
+from infer.questions import Question, read_questions
 from infer.session import Generation, Stats
 from infer.timing import steady
 
 SAID = "abcdefghij"  # what the target answers to any message: eleven tokens with <end>
 QUESTIONS = [
     {"question_id": 1, "category": "chat", "turns": ["hello"]},
-    {"question_id": "b", "task": "math", "category": "ignored", "turns": ["1 2", "3"]},
+    {"question_id": "b", "task": "math", "category": "ignored", "turns": ["1 2"]},
     {"question_id": 3, "task": "chat", "turns": ["a b c d"]},
 ]
 
@@ -57,7 +59,7 @@ def options(folder: Path, *more: str) -> list[str]:
 def report(
     capsys: pytest.CaptureFixture[str], folder: Path, *more: str
 ) -> tuple[str, dict[str, Any]]:
-    """The Markdown and the JSON of a run over QUESTIONS."""
+    """The Markdown and the JSON, of the first temperature, of a run over QUESTIONS."""
     path = folder / "result.json"
     status = cli.run(
         bench.main,
@@ -65,7 +67,7 @@ def report(
     )
     output, errors = capsys.readouterr()
     assert (status, errors) == (0, "")
-    return output, json.loads(path.read_text())
+    return output, json.loads(path.read_text())["runs"][0]
 
 
 def tables(text: str) -> list[list[list[str]]]:
@@ -92,23 +94,30 @@ def refused(capsys: pytest.CaptureFixture[str], argv: list[str]) -> str:
     return errors
 
 
-def test_the_picture_shows_the_measured_speeds(
-    folder: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("suffix", [".png", ".svg"])
+def test_the_picture_shows_what_was_measured(
+    folder: Path, capsys: pytest.CaptureFixture[str], suffix: str
 ) -> None:
-    path = folder / "speed.svg"
-    _, result = report(capsys, folder, "--svg", str(path))
-    picture = ElementTree.fromstring(path.read_text(encoding="utf-8"))
-    words = [e.text for e in picture.iter() if e.tag.endswith("text")]
-    assert words[1:3] == [PLAIN, SPECULATIVE]  # the legend, after the title
-    wanted = []
-    for task, found in result["tasks"].items():
-        speeds = [s["tokens_per_second"] for s in found["systems"].values()]
-        wanted += ["all tasks" if task == "all" else task, *(f"{speed:.0f}" for speed in speeds)]
-    assert words[3:] == wanted
-    bars = [float(e.get("width", 0)) for e in picture.iter() if e.get("height") == "12"]
-    everything = result["tasks"]["all"]["systems"]
-    ratio = everything[SPECULATIVE]["tokens_per_second"] / everything[PLAIN]["tokens_per_second"]
-    assert bars[-1] / bars[-2] == pytest.approx(ratio, rel=0.01)
+    path = folder / f"speed{suffix}"
+    report(capsys, folder, "--plot", str(path), "--per_task", "1")
+    head = path.read_bytes()[:400]
+    assert head.startswith(b"\x89PNG") if suffix == ".png" else b"<svg" in head
+
+
+def test_the_panels_of_the_picture(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    figure = pytest.importorskip("matplotlib.figure").Figure()
+    speed, depth = figure.subplots(1, 2)
+    counts = {
+        PLAIN: Counts(tokens=30, decode_seconds=3.0),
+        SPECULATIVE: Counts(tokens=30, verified=10, accepted=(8, 4), decode_seconds=1.5),
+    }
+    records = [Record("1", "chat", 3, {}, counts, {})]
+    runs = [Run(t, records, [], []) for t in (0.0, 1.0)]
+    bench_plots._speed_up(speed, runs)
+    assert [bar.get_height() for bar in speed.patches] == [2.0] * 4  # a task and all, twice
+    assert [text.get_text() for text in speed.get_xticklabels()] == ["chat", "all tasks"]
+    bench_plots._acceptance(depth, runs)
+    assert list(depth.lines[0].get_ydata()) == [0.8, 0.4]
 
 
 # Counts
@@ -117,7 +126,7 @@ def test_the_picture_shows_the_measured_speeds(
 def test_counts_are_exact(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Each text comes as a, bcde, fghi, j<end>: four passes, three of which verify drafts."""
     _, result = report(capsys, folder)
-    for prompt in result["prompts"]:
+    for prompt in result["turns"]:
         plain, speculative = (prompt["systems"][name] for name in (PLAIN, SPECULATIVE))
         assert plain["token_ids"] == speculative["token_ids"] == [*ids(SAID), END]
         assert (plain["tokens"], plain["passes"], plain["accepted"]) == (11, 11, [])
@@ -133,7 +142,7 @@ def test_counts_are_exact(folder: Path, capsys: pytest.CaptureFixture[str]) -> N
 def test_budget_inside_a_path(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """With four tokens left out of a path of four, only what is emitted is counted."""
     _, result = report(capsys, folder, "--max_new_tokens", "7", "--per_task", "1")
-    (counts,) = [p["systems"][SPECULATIVE] for p in result["prompts"] if p["question_id"] == "b"]
+    (counts,) = [p["systems"][SPECULATIVE] for p in result["turns"] if p["name"] == "b"]
     assert counts["token_ids"] == ids(SAID[:7])  # a, bcde, fg
     assert (counts["tokens"], counts["passes"], counts["accepted"]) == (7, 3, [2, 1, 1])
 
@@ -141,7 +150,13 @@ def test_budget_inside_a_path(folder: Path, capsys: pytest.CaptureFixture[str]) 
 def test_counts_add_up() -> None:
     def counts(tokens: list[list[int]], passes: list[int], accepted: list[float]) -> Counts:
         stats = Stats(
-            passes, 0.0, accepted, prefill_seconds=1.0, decode_seconds=3.0, tokens_per_second=0.0
+            PLAIN_TREE,
+            passes,
+            0.0,
+            accepted,
+            prefill_seconds=1.0,
+            decode_seconds=3.0,
+            tokens_per_second=0.0,
         )
         return Counts.of(Generation([""] * len(tokens), tokens, ["eos"] * len(tokens), stats))
 
@@ -167,7 +182,7 @@ def test_markdown(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for table in (speed, phases, depths):
         assert {len(row) for row in table} == {len(table[0])}
     row = dict(zip(speed[0], speed[-1], strict=True))
-    assert (row["prompts"], row["tokens"], row["tokens/pass"]) == ("3", "33", "2.75")
+    assert (row["turns"], row["tokens"], row["tokens/pass"]) == ("3", "33", "2.75")
     assert row["same text"] == "3 of 3"
     sums = result["tasks"]["all"]["systems"]
     assert row["plain tok/s"] == f"{sums[PLAIN]['tokens_per_second']:.1f}"
@@ -208,7 +223,7 @@ def test_a_difference_is_shown(
     text, result = report(capsys, folder, "--per_task", "1")
     assert tables(text)[0][-1][-1] == "0 of 2"
     z, e = ids("ze")
-    assert f"- math b, speculative: new token 4 is {z}, in plain decoding {e}; " in text
+    assert f"- math b, {SPECULATIVE}: new token 4 is {z}, in plain decoding {e}; " in text
     assert text.count("no near-tie") == 2
     assert result["tasks"]["all"]["agreement"][SPECULATIVE] == {
         "same": 0,
@@ -297,14 +312,14 @@ def test_every_system_has_its_turn_at_being_first(random: Model) -> None:
 
     def system(name: str) -> bench.System:
         def run(prompt: list[int]) -> tuple[list[int], Counts]:
-            calls.append(f"{name}{prompt[0]}")
+            calls.append(f"{name}{prompt.count(ids('a')[0])}")
             return [1], Counts(tokens=1, passes=1)
 
         return run
 
     systems = {name: system(name) for name in (PLAIN, SPECULATIVE, TRANSFORMERS)}
-    questions = [bench.Question(str(i), "task", "text") for i in range(4)]
-    bench.measure(random, systems, questions, [[0], [1], [2], [3]], temperature=0.0)
+    questions = [Question(str(i), "task", ("b" + "a" * i,)) for i in range(4)]
+    bench.measure(random, systems, questions, 4, temperature=0.0)
     p, s, t = systems
     assert calls[3:] == [
         *(f"{p}0", f"{s}0", f"{t}0"),
@@ -319,7 +334,7 @@ def test_transformers_beside_it(
     folder: Path, capsys: pytest.CaptureFixture[str], temperature: str
 ) -> None:
     pytest.importorskip("torch")
-    text, result = report(capsys, folder, "--transformers", "--temperature", temperature)
+    text, result = report(capsys, folder, "--transformers", "--temperatures", temperature)
     header, *_, row = tables(text)[0]
     assert "transformers tok/s" in header
     assert "over transformers" in header
@@ -350,20 +365,20 @@ def test_transformers_without_torch(
 
 
 def test_built_in_prompts() -> None:
-    questions = bench.read_questions(None)
+    questions = read_questions(None)
     tasks = [question.task for question in questions]
     assert len(questions) == 12
     assert {tasks.count(task) for task in tasks} == {2}
     assert len(set(tasks)) == 6
     assert len({question.name for question in questions}) == 12
-    assert [q.task for q in bench.read_questions(None, per_task=1)] == list(dict.fromkeys(tasks))
+    assert [q.task for q in read_questions(None, per_task=1)] == list(dict.fromkeys(tasks))
 
 
-def test_first_turns_are_used(folder: Path) -> None:
-    assert bench.read_questions(folder / "questions.jsonl") == [
-        bench.Question("1", "chat", "hello"),
-        bench.Question("b", "math", "1 2"),
-        bench.Question("3", "chat", "a b c d"),
+def test_questions_are_read(folder: Path) -> None:
+    assert read_questions(folder / "questions.jsonl") == [
+        Question("1", "chat", ("hello",)),
+        Question("b", "math", ("1 2",)),
+        Question("3", "chat", ("a b c d",)),
     ]
 
 
@@ -377,14 +392,14 @@ def test_first_turns_are_used(folder: Path) -> None:
         ('{"question_id": 1, "task": "a"}', "has no turns"),
         ('{"question_id": 1, "task": "a", "turns": []}', "has no turns"),
         ('{"question_id": 1, "task": "a", "turns": "b"}', "has no turns"),
-        ('{"question_id": 1, "task": "a", "turns": [" "]}', "the first turn is empty"),
+        ('{"question_id": 1, "task": "a", "turns": [" "]}', ": turn 1 is empty"),
     ],
 )
 def test_bad_lines_are_refused_by_number(tmp_path: Path, line: str, fault: str) -> None:
     path = tmp_path / "prompts.jsonl"
     path.write_text(json.dumps(QUESTIONS[0]) + "\n\n" + line + "\n")
     with pytest.raises(ValueError, match=rf"prompts\.jsonl:3.*{fault}"):
-        bench.read_questions(path)
+        read_questions(path)
 
 
 def test_what_cannot_be_measured(
@@ -400,3 +415,67 @@ def test_what_cannot_be_measured(
     assert "there is no folder for it" in refused(capsys, argv)
     argv = ["--target", str(folder / "target")]
     assert "no draft head" in refused(capsys, argv)
+
+
+# Turns, temperatures, batches
+
+
+def test_later_turns_follow_on_plain_answers(
+    folder: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    turns = ["a b", "c", "d" * 90, "e"]
+    path = write(tmp_path / "turns.jsonl", [{"question_id": 5, "task": "t", "turns": turns}])
+    argv = options(folder, "--prompts", str(path), "--json", str(tmp_path / "result.json"))
+    assert cli.run(bench.main, argv) == 0
+    assert "Turns that did not fit the context: 5, turn 3." in capsys.readouterr()[0]
+    (run,) = json.loads((tmp_path / "result.json").read_text())["runs"]
+    assert [turn["name"] for turn in run["turns"]] == ["5", "5, turn 2"]
+    model = load(target=folder / "target")
+    chat = [{"role": "user", "content": "a b"}]
+    chat.append({"role": "assistant", "content": generate(model, chat, 20).texts[0]})
+    chat.append({"role": "user", "content": "c"})
+    lengths = [len(encode_prompt(model.tokenizer, chat[:n])) for n in (1, 3)]
+    assert [turn["prompt_tokens"] for turn in run["turns"]] == lengths
+
+
+def test_temperatures_and_batches(
+    folder: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "result.json"
+    argv = options(folder, "--prompts", str(folder / "questions.jsonl"), "--json", str(path))
+    argv += ["--temperatures", "0", "0.8", "--batch_sizes", "2", "--repeat", "2"]
+    assert cli.run(bench.main, argv) == 0
+    text = capsys.readouterr()[0]
+    assert "the median of 2 runs" in text
+    assert text.count("## Temperature") == 2
+    runs = json.loads(path.read_text())["runs"]
+    assert [run["temperature"] for run in runs] == [0.0, 0.8]
+    for run in runs:
+        (batch,) = run["batches"]
+        # Three prompts fill one batch of two.
+        assert (batch["size"], batch["prompts"], batch["same"]) == (2, 2, 2)
+        assert batch["counts"][SPECULATIVE]["tokens"] == 22
+        assert batch["counts"][SPECULATIVE]["passes"] == 8
+        low, high = run["tasks"]["all"]["middle_half_of_speed_ups"]
+        assert 0 < low <= high
+    argv += ["--batch_sizes", "4"]
+    assert "a batch of 4 needs as many prompts, and there are 3" in refused(capsys, argv)
+
+
+def test_prompt_lookup_beside_it(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("torch")
+    _, result = report(capsys, folder, "--prompt_lookup")
+    every = result["tasks"]["all"]
+    assert every["agreement"][LOOKUP]["same"] == 3
+    assert every["systems"][LOOKUP]["tokens"] == 33
+    assert every["systems"][LOOKUP]["passes"] <= 33
+
+
+def test_what_cannot_be_drawn(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    argv = options(folder, "--plot", str(folder / "speed.gif"))
+    assert "a picture is one of .png, .svg" in refused(capsys, argv)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ValueError, match=r"matplotlib, which is not installed.*\[plots\]"):
+        bench_plots.draw(folder / "speed.png", None, [])
