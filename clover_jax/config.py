@@ -6,18 +6,15 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from clover_jax import families
 from clover_jax.rope import Rope
 
 ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "relu")
 
-# config.json keys that would change the computation and are not implemented: each is refused
-# unless it holds a value that switches it off.
-_UNSUPPORTED_WHEN_SET = ("quantization_config", "sliding_window", "layer_types")
-
 
 @dataclasses.dataclass(frozen=True)
 class TargetConfig:
-    """A decoder of the Llama family.
+    """A decoder; the defaults are Llama's, other families set more (see families.py).
 
     Attributes:
       vocab_size: V, rows of the embedding.
@@ -31,6 +28,15 @@ class TargetConfig:
       tie_word_embeddings: the LM head is the embedding.
       hidden_act: activation of the MLP, one of ACTIVATIONS.
       qkv_bias, out_bias, mlp_bias: which projections carry a bias.
+      qk_norm: queries and keys pass an RMSNorm over each head before they are rotated.
+      windows: of each layer how many tokens it sees, itself included, or None for all; () if all
+        layers see all.
+      local_rope: rotary embedding of the layers with a window, if it is another one.
+      post_norms: a norm after attention and MLP too, before the residual is added.
+      attention_softcap, logit_softcap: scores and logits become cap * tanh(x / cap).
+      query_scale: what scores are multiplied by; None is head_dim ** -0.5.
+      embed_scale: what embeddings are multiplied by, rounded to their dtype.
+      unit_offset_norms: checkpoints store the norms' scales less 1; parameters do not.
     """
 
     vocab_size: int
@@ -48,6 +54,15 @@ class TargetConfig:
     qkv_bias: bool = False
     out_bias: bool = False
     mlp_bias: bool = False
+    qk_norm: bool = False
+    windows: tuple[int | None, ...] = ()
+    local_rope: Rope | None = None
+    post_norms: bool = False
+    attention_softcap: float | None = None
+    logit_softcap: float | None = None
+    query_scale: float | None = None
+    embed_scale: float = 1.0
+    unit_offset_norms: bool = False
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
@@ -62,53 +77,50 @@ class TargetConfig:
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> TargetConfig:
-        """Parses a Hugging Face config.json, old or new; absent keys take LlamaConfig's defaults.
+        """Parses a Hugging Face config.json, old or new; absent keys take the family's defaults.
 
         Raises:
           ValueError: an architecture or a setting that is not implemented, by name.
         """
         model_type = config.get("model_type", "llama")
-        architectures = config.get("architectures") or ["LlamaForCausalLM"]
-        if model_type != "llama" or architectures != ["LlamaForCausalLM"]:
-            raise ValueError(
-                f"model_type {model_type!r} with architectures {architectures} is not supported; "
-                "supported: 'llama' with ['LlamaForCausalLM']"
-            )
-        for key in _UNSUPPORTED_WHEN_SET:
-            if config.get(key):
-                raise ValueError(f"{key} {config[key]!r} is not supported")
+        families.check_supported(model_type, config)
+        defaults = families.DEFAULTS[model_type]
+        given = {**defaults, **config}
 
-        def get(key: str, default: Any) -> Any:
-            value = config.get(key)
-            return default if value is None else value
+        def get(key: str) -> Any:
+            return defaults[key] if given[key] is None else given[key]
 
-        hidden = int(get("hidden_size", 4096))
-        heads = int(get("num_attention_heads", 32))
-        if config.get("head_dim") is None and hidden % heads:
+        hidden, heads = int(get("hidden_size")), int(get("num_attention_heads"))
+        if given.get("head_dim") is None and hidden % heads:
             raise ValueError(
                 f"hidden_size {hidden} is not a multiple of num_attention_heads {heads}, "
                 "and there is no head_dim"
             )
-        head_dim = int(get("head_dim", hidden // heads))
-        max_position = int(get("max_position_embeddings", 2048))
-        attention_bias = bool(get("attention_bias", False))
+        head_dim = int(given.get("head_dim") or hidden // heads)
+        max_position = int(get("max_position_embeddings"))
+        rope, local_rope = families.ropes(model_type, config, head_dim, max_position)
         return cls(
-            vocab_size=int(get("vocab_size", 32000)),
+            vocab_size=int(get("vocab_size")),
             hidden_size=hidden,
-            intermediate_size=int(get("intermediate_size", 11008)),
-            num_layers=int(get("num_hidden_layers", 32)),
+            intermediate_size=int(get("intermediate_size")),
+            num_layers=int(get("num_hidden_layers")),
             num_heads=heads,
-            num_kv_heads=int(get("num_key_value_heads", heads)),
+            num_kv_heads=int(given.get("num_key_value_heads") or heads),
             head_dim=head_dim,
-            rms_norm_eps=float(get("rms_norm_eps", 1e-6)),
-            rope=Rope.from_hf(config, head_dim, max_position),
+            rms_norm_eps=float(get("rms_norm_eps")),
+            rope=rope,
             max_position_embeddings=max_position,
-            tie_word_embeddings=bool(get("tie_word_embeddings", False)),
-            hidden_act=str(get("hidden_act", "silu")),
-            qkv_bias=attention_bias,
-            out_bias=attention_bias,
-            mlp_bias=bool(get("mlp_bias", False)),
+            tie_word_embeddings=bool(get("tie_word_embeddings")),
+            hidden_act=str(get("hidden_act" if "hidden_act" in defaults else "hidden_activation")),
+            windows=families.windows(model_type, given),
+            local_rope=local_rope,
+            **families.biases(model_type, config),
+            **families.extras(model_type, given),
         )
+
+    def window(self, layer: int) -> int | None:
+        """How many tokens a layer sees, itself included; None for all."""
+        return self.windows[layer] if self.windows else None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,9 +163,21 @@ class DraftConfig:
     def for_target(
         cls, target: TargetConfig, num_layers: int = 2, draft_vocab_size: int | None = None
     ) -> DraftConfig:
-        """The default head for a target: its layers, heads and rotary embedding."""
+        """The default head for a target: its layers, heads and rotary embedding.
+
+        The block's layers see all tokens, and what a target does to embeddings and logits is not
+        the head's.
+        """
         return cls(
-            block=dataclasses.replace(target, num_layers=num_layers),
+            block=dataclasses.replace(
+                target,
+                num_layers=num_layers,
+                windows=(),
+                local_rope=None,
+                logit_softcap=None,
+                embed_scale=1.0,
+                unit_offset_norms=False,
+            ),
             num_heads=target.num_heads,
             draft_vocab_size=draft_vocab_size or target.vocab_size,
         )

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from clover_jax.cache import KVCache
 from clover_jax.config import DraftConfig
 from clover_jax.layers import DecoderLayer, Dense, RMSNorm
-from clover_jax.target import pass_context
+from clover_jax.target import pass_contexts
 
 
 class AttentionDecoder(nn.Module):
@@ -99,7 +99,8 @@ class DraftHead(nn.Module):
         Returns:
           s_0 at each position, [B, T, D] in hidden's dtype, and the block's new keys and values.
         """
-        context = pass_context(self.config.block, positions, block_mask, cache, cache_length, span)
+        block = self.config.block
+        context = pass_contexts(block, positions, block_mask, cache, cache_length, span)[None]
         x = self.ad1(hidden, embeddings)
         new = []
         for i, layer in enumerate(self.block):

@@ -68,12 +68,12 @@ class LayerKV(NamedTuple):
 
 
 class Context(NamedTuple):
-    """What the tokens of one forward pass share in every layer.
+    """What the tokens of one forward pass share in every layer of a kind.
 
     Attributes:
       cos, sin: f32 [B, T, H/2].
-      block_mask: bool [T, T] or [B, T, T], which new token sees which.
-      cache_mask: bool [B, S], which cache slots are seen by all of them.
+      block_mask: bool [B or 1, T, T], which new token sees which.
+      cache_mask: bool [B, T or 1, S], which cache slots each of them sees.
     """
 
     cos: jax.Array
@@ -82,13 +82,21 @@ class Context(NamedTuple):
     cache_mask: jax.Array
 
 
-def attend(q: jax.Array, new: LayerKV, cache: LayerKV | None, context: Context) -> jax.Array:
+def attend(
+    q: jax.Array,
+    new: LayerKV,
+    cache: LayerKV | None,
+    context: Context,
+    scale: float,
+    softcap: float | None = None,
+) -> jax.Array:
     """Attention over the cache and over the new tokens, without joining the two.
 
     Args:
       q: [B, T, K*G, H], rotated.
       new: keys and values of the T tokens.
       cache: keys and values of earlier tokens, or None.
+      scale, softcap: scores are multiplied by the one, and bent to stay within the other.
 
     Returns:
       [B, T, K*G*H], f32.
@@ -97,18 +105,19 @@ def attend(q: jax.Array, new: LayerKV, cache: LayerKV | None, context: Context) 
     kv_heads = new.v.shape[1]
     groups = heads // kv_heads
     # The queries that share a kv head become the rows (M = T*G) of one product per kv head.
-    q = (q * head_dim**-0.5).reshape(batch, queries, kv_heads, groups, head_dim)
+    q = (q * scale).reshape(batch, queries, kv_heads, groups, head_dim)
     q = jnp.moveaxis(q, 2, 1).reshape(batch, kv_heads, queries * groups, head_dim)
 
     def scores(keys: jax.Array, mask: jax.Array) -> jax.Array:  # mask [B or 1, T or 1, S]
         s = jnp.einsum("bkmh,bkhs->bkms", q, keys, preferred_element_type=jnp.float32)
         s = s.reshape(batch, kv_heads, queries, groups, s.shape[-1])
+        if softcap is not None:
+            s = softcap * jnp.tanh(s / softcap)
         return jnp.where(mask[:, None, :, None], s, -jnp.inf)
 
-    mask = context.block_mask
-    blocks = [(new, scores(new.k, mask if mask.ndim == 3 else mask[None]))]
+    blocks = [(new, scores(new.k, context.block_mask))]
     if cache is not None:
-        blocks.append((cache, scores(cache.k, context.cache_mask[:, None])))
+        blocks.append((cache, scores(cache.k, context.cache_mask)))
     # One softmax over both blocks; every token sees itself, so the maximum is finite.
     maximum = functools.reduce(jnp.maximum, [jnp.max(s, axis=-1, keepdims=True) for _, s in blocks])
     total, out = jnp.float32(0), jnp.float32(0)
@@ -138,14 +147,18 @@ class Attention(nn.Module):
             y = Dense(heads * c.head_dim, c.qkv_bias, name=name)(x)
             return y.reshape(*x.shape[:2], heads, c.head_dim)
 
-        q = rope.apply(project("q_proj", c.num_heads), context.cos, context.sin)
-        k = rope.apply(project("k_proj", c.num_kv_heads), context.cos, context.sin)
+        q, k = project("q_proj", c.num_heads), project("k_proj", c.num_kv_heads)
         v = project("v_proj", c.num_kv_heads)
+        if c.qk_norm:
+            q = RMSNorm(c.rms_norm_eps, name="q_norm")(q)
+            k = RMSNorm(c.rms_norm_eps, name="k_norm")(k)
+        q, k = (rope.apply(x, context.cos, context.sin) for x in (q, k))
         new = LayerKV(
             k=jnp.transpose(k.astype(dtype), (0, 2, 3, 1)),  # [B, K, H, T]
             v=jnp.transpose(v.astype(dtype), (0, 2, 1, 3)),  # [B, K, T, H]
         )
-        out = attend(q.astype(dtype), new, cache, context)
+        scale = c.head_dim**-0.5 if c.query_scale is None else c.query_scale
+        out = attend(q.astype(dtype), new, cache, context, scale, c.attention_softcap)
         return Dense(c.hidden_size, c.out_bias, name="o_proj")(out.astype(dtype)), new
 
 
@@ -167,7 +180,8 @@ class MLP(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """Pre-norm decoder layer; the residual stream keeps its dtype."""
+    """Pre-norm decoder layer, with norms behind too if so configured; the residual stream keeps its
+    dtype."""
 
     config: TargetConfig
 
@@ -176,9 +190,18 @@ class DecoderLayer(nn.Module):
         self, x: jax.Array, cache: LayerKV | None, context: Context
     ) -> tuple[jax.Array, LayerKV]:
         """x [B, T, D] -> ([B, T, D], keys and values of the T tokens)."""
-        epsilon = self.config.rms_norm_eps
-        normed = RMSNorm(epsilon, name="input_layernorm")(x)
-        attended, new = Attention(self.config, name="self_attn")(normed, cache, context, x.dtype)
+        c = self.config
+
+        def norm(name: str, y: jax.Array) -> jax.Array:
+            return RMSNorm(c.rms_norm_eps, name=name)(y)
+
+        normed = norm("input_layernorm", x)
+        attended, new = Attention(c, name="self_attn")(normed, cache, context, x.dtype)
+        if c.post_norms:
+            attended = norm("post_attention_layernorm", attended)
         x = x + attended.astype(x.dtype)
-        normed = RMSNorm(epsilon, name="post_attention_layernorm")(x)
-        return x + MLP(self.config, name="mlp")(normed).astype(x.dtype), new
+        before = "pre_feedforward_layernorm" if c.post_norms else "post_attention_layernorm"
+        out = MLP(c, name="mlp")(norm(before, x))
+        if c.post_norms:
+            out = norm("post_feedforward_layernorm", out)
+        return x + out.astype(x.dtype), new

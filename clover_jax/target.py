@@ -1,4 +1,4 @@
-"""The target: a decoder of the Llama family as a pure function of parameters, tokens and cache.
+"""The target: a decoder as a pure function of parameters, tokens and cache.
 
 Axes: B batch, T query tokens, S cache slots, D model, V vocabulary.
 """
@@ -29,7 +29,9 @@ def causal_mask(length: int) -> jax.Array:
 
 
 class Target(nn.Module):
-    """Llama decoder. Parameters carry Hugging Face's names and shapes: weights are [out, in].
+    """Decoder of the families in families.py.
+
+    Parameters carry Hugging Face's names and shapes: weights are [out, in].
 
     The layers are unrolled: a cache that passes through a scan is copied at every step.
     """
@@ -73,17 +75,20 @@ class Target(nn.Module):
           The last layer's output before the final norm, [B, T, D] in the dtype of the embedding,
           and the keys and values of the T tokens.
         """
-        context = pass_context(self.config, positions, block_mask, cache, cache_length, span)
+        contexts = pass_contexts(self.config, positions, block_mask, cache, cache_length, span)
         x = self.embed(tokens)
         new = []
         for i, layer in enumerate(self.layers):
+            context = contexts[self.config.window(i)]
             x, layer_kv = layer(x, cache[i] if cache is not None else None, context)
             new.append(layer_kv)
         return x, tuple(new)
 
     def embed(self, tokens: jax.Array) -> jax.Array:
         """int32 [...] -> [..., D]."""
-        return self.embed_tokens[tokens]
+        rows = self.embed_tokens[tokens]
+        scale = self.config.embed_scale
+        return rows if scale == 1.0 else rows * jnp.asarray(scale, rows.dtype)
 
     def normalize(self, hidden: jax.Array) -> jax.Array:
         """The final norm: [..., D] -> [..., D] in the same dtype."""
@@ -92,25 +97,34 @@ class Target(nn.Module):
     def logits(self, hidden: jax.Array) -> jax.Array:
         """Pre-norm hidden states [..., D] -> f32 logits [..., V]."""
         head = self.embed_tokens if self.tied else self.lm_head
-        return matmul(self.norm(hidden), head)
+        logits, cap = matmul(self.norm(hidden), head), self.config.logit_softcap
+        return logits if cap is None else cap * jnp.tanh(logits / cap)
 
 
-def pass_context(
+def pass_contexts(
     config: TargetConfig,
     positions: jax.Array,
     block_mask: jax.Array,
     cache: KVCache | None,
     cache_length: jax.Array | None,
     span: jax.Array | None = None,
-) -> Context:
-    """What one forward pass over [B, T] positions shares between its layers."""
+) -> dict[int | None, Context]:
+    """What one forward pass over [B, T] positions shares between its layers, by their window."""
     if span is None:
         span = jnp.max(positions, axis=1, keepdims=True) + 1
-    cos, sin = config.rope.tables(positions, span)
     batch = positions.shape[0]
-    if cache is None or cache_length is None:
-        cache_mask = jnp.zeros((batch, 0), bool)
-    else:
-        slots = num_slots(cache)
-        cache_mask = jnp.arange(slots)[None, :] < cache_length[:, None]
-    return Context(cos=cos, sin=sin, block_mask=block_mask, cache_mask=cache_mask)
+    block = block_mask if block_mask.ndim == 3 else block_mask[None]
+    slots = jnp.arange(num_slots(cache) if cache is not None else 0)
+    length = jnp.zeros(batch, jnp.int32) if cache_length is None else cache_length
+    seen = (slots < length[:, None])[:, None]  # [B, 1, S]
+    found: dict[int | None, Context] = {}
+    for window in dict.fromkeys(config.windows or (None,)):
+        rope = config.rope if window is None or config.local_rope is None else config.local_rope
+        cos, sin = rope.tables(positions, span)
+        if window is None:
+            found[window] = Context(cos, sin, block, seen)
+        else:
+            near = positions[:, :, None] - positions[:, None] < window  # [B, T, T]
+            recent = slots > positions[..., None] - window  # [B, T, S]
+            found[window] = Context(cos, sin, block & near, seen & recent)
+    return found

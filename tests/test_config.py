@@ -70,7 +70,26 @@ def linear(**fields: Any) -> dict[str, Any]:
             "two values for original_max_position_embeddings: 4096 and, in rope_scaling, 8192",
         ),
         ({"hidden_act": "gelu_new"}, "hidden_act 'gelu_new' is not supported"),
-        ({"model_type": "mistral"}, "model_type 'mistral'"),
+        ({"model_type": "gpt2"}, "model_type 'gpt2'"),
+        ({"model_type": "mistral", "architectures": ["LlamaForCausalLM"]}, "model_type 'mistral'"),
+        ({"model_type": "mistral", "layer_types": ["full_attention"]}, "layer_types .* is not sup"),
+        (
+            {
+                "model_type": "qwen3",
+                "use_sliding_window": True,
+                "num_hidden_layers": 3,
+                "layer_types": ["full_attention"],
+            },
+            "layer_types holds 1 entries for 3 layers",
+        ),
+        (
+            {"model_type": "gemma2", "layer_types": ["chunked_attention"] * 26},
+            "layer type 'chunked_attention' is not supported",
+        ),
+        (
+            {"model_type": "gemma3_text", "use_bidirectional_attention": True},
+            "use_bidirectional_attention True is not supported",
+        ),
         ({"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification"),
         ({"sliding_window": 4096}, "sliding_window 4096 is not supported"),
         ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config .*gptq.* is not"),

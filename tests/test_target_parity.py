@@ -70,6 +70,48 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "yarn attention_factor": yarn(attention_factor=1.7),
 }
 
+WINDOW = {"sliding_window": 24}
+GEMMA = {"head_dim": 32, "query_pre_attn_scalar": 20, "initializer_range": 0.05, **WINDOW}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "mistral": {"model_type": "mistral", **WINDOW},
+    "mistral without window": {"model_type": "mistral", "sliding_window": None, "head_dim": 32},
+    "qwen2": {"model_type": "qwen2"},
+    "qwen2 with windows": {
+        "model_type": "qwen2",
+        "use_sliding_window": True,
+        "max_window_layers": 1,
+        **WINDOW,
+    },
+    "qwen3": {"model_type": "qwen3", "head_dim": 32, "tie_word_embeddings": True},
+    "qwen3 with biases and windows": {
+        "model_type": "qwen3",
+        "head_dim": 8,
+        "attention_bias": True,
+        "use_sliding_window": True,
+        "layer_types": ["sliding_attention", "full_attention"],
+        **WINDOW,
+    },
+    "gemma2": {"model_type": "gemma2", "tie_word_embeddings": True, **GEMMA},
+    "gemma2 other caps": {
+        "model_type": "gemma2",
+        "attn_logit_softcapping": 2.0,
+        "final_logit_softcapping": None,
+        "layer_types": ["full_attention", "sliding_attention"],
+        **GEMMA,
+    },
+    "gemma3": {
+        "model_type": "gemma3_text",
+        "tie_word_embeddings": True,
+        "num_hidden_layers": 3,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 300.0},
+            "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 90_000.0},
+        },
+        **GEMMA,
+    },
+}
+
 # What config.json can say of the rotary embedding, in place of BASE's rope_theta.
 ROPE_FIELDS: dict[str, dict[str, Any]] = {
     "nothing": {},
@@ -103,23 +145,28 @@ ROPE_FIELDS: dict[str, dict[str, Any]] = {
 }
 
 
-def write_checkpoint(folder: Path, **fields: Any) -> Path:
-    """A random LlamaForCausalLM, its biases and norms far from their initial 0 and 1."""
+def write_checkpoint(folder: Path, model_type: str = "llama", **fields: Any) -> Path:
+    """A random checkpoint, its biases and norms far from their initial 0 and 1."""
     torch.manual_seed(0)
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**BASE, **fields}))
+    config = transformers.AutoConfig.for_model(model_type, **{**BASE, **fields})
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("bias"):
                 parameter.normal_(0.0, 2.0)
             elif name.endswith("norm.weight"):
                 parameter.uniform_(0.5, 1.5)
+                if model_type.startswith("gemma"):
+                    parameter -= 1.0
     model.save_pretrained(folder)
     return folder
 
 
 def reference(folder: Path) -> tuple[np.ndarray, np.ndarray]:
     """transformers' pre-norm hidden states [B, T, D] and logits [B, T, V] of TOKENS."""
-    model = transformers.LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    )
     hidden = []
     model.model.norm.register_forward_pre_hook(lambda _, inputs: hidden.append(inputs[0]))
     with torch.no_grad():
@@ -192,9 +239,20 @@ def test_variant_equals_transformers(name: str, tmp_path: Path) -> None:
     assert_parity(write_checkpoint(tmp_path, **VARIANTS[name]))
 
 
-@pytest.mark.parametrize("name", ["one kv head", "explicit head_dim", "dynamic", "yarn"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_family_equals_transformers(name: str, tmp_path: Path) -> None:
+    assert_parity(write_checkpoint(tmp_path, **FAMILIES[name]))
+
+
+CHUNKED = {
+    name: {**VARIANTS, **FAMILIES}[name]
+    for name in ("one kv head", "explicit head_dim", "dynamic", "yarn", "mistral", "gemma3")
+}
+
+
+@pytest.mark.parametrize("name", CHUNKED)
 def test_cached_chunks_equal_one_pass(name: str, tmp_path: Path) -> None:
-    config, params = load(write_checkpoint(tmp_path, **VARIANTS[name]))
+    config, params = load(write_checkpoint(tmp_path, **CHUNKED[name]))
     once, _ = single_pass(config, params)
     np.testing.assert_allclose(chunked_pass(config, params), once, rtol=0, atol=TOLERANCE)
 

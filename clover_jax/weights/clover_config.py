@@ -22,6 +22,7 @@ SECTION = "clover_jax"
 
 _LARGEST_BIAS = 1e6  # in logits; also what rules out infinity and NaN
 
+_EXTRAS = ("qkv_bias", "out_bias", "qk_norm", "post_norms", "attention_softcap", "query_scale")
 _NOT_READ_OFFICIALLY = ("rope_theta", "head_dim", "attention_bias", "mlp_bias")
 _OFFICIAL_ROPES = ("default", "linear", "dynamic")
 
@@ -52,6 +53,7 @@ def parse_config(where: Path, fields: Mapping[str, Any]) -> DraftConfig:
     steps, layers = (_count(where, fields, "clover", key) for key in ("num_heads", "num_layers"))
     if SECTION in fields:
         block = dataclasses.replace(TargetConfig.from_hf(fields), num_layers=layers)
+        block = dataclasses.replace(block, **_block_extras(where, section(where, fields, SECTION)))
         return DraftConfig(
             block=block,
             num_heads=_count(where, fields, SECTION, "num_decoder_heads"),
@@ -103,7 +105,7 @@ def config_json(config: DraftConfig, official: bool) -> dict[str, Any]:
         "max_position_embeddings": block.max_position_embeddings,
         "rms_norm_eps": block.rms_norm_eps,
         "tie_word_embeddings": block.tie_word_embeddings,
-        "attention_bias": block.qkv_bias,
+        "attention_bias": block.qkv_bias and block.out_bias,
         "mlp_bias": block.mlp_bias,
         "rope_theta": block.rope.theta,
         "rope_scaling": _rope_scaling(block.rope),
@@ -116,6 +118,12 @@ def config_json(config: DraftConfig, official: bool) -> dict[str, Any]:
             "draft_vocab_size": config.draft_vocab_size,
             "copy_bias": list(config.copy_bias),
         }
+        read = dataclasses.asdict(TargetConfig.from_hf(fields))
+        more = {
+            name: getattr(block, name) for name in _EXTRAS if getattr(block, name) != read[name]
+        }
+        if more:  # what other families have, and a Llama config.json cannot say
+            fields[SECTION]["block"] = more
     _check_expressed(config, fields, official)
     return fields
 
@@ -152,6 +160,14 @@ def _rope_scaling(rope: Rope) -> dict[str, Any] | None:
         scaling["beta_slow"] = rope.beta_slow
         scaling["truncate"] = rope.truncate
     return scaling
+
+
+def _block_extras(where: Path, ours: Mapping[str, Any]) -> dict[str, Any]:
+    more = ours.get("block", {})
+    unknown = sorted(set(more) - set(_EXTRAS))
+    if unknown:
+        raise CheckpointError(f"{where}: {unknown[0]!r} is no field of a head's block")
+    return dict(more)
 
 
 def _copy_bias(where: Path, ours: Mapping[str, Any]) -> tuple[float, ...]:

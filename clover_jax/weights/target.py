@@ -86,7 +86,11 @@ def load_target(
 
     flat = {}
     for name, path in wanted.items():
-        parameter = read_parameter(source, name, expected[path].shape).astype(dtype)
+        parameter = read_parameter(source, name, expected[path].shape)
+        if path[-1] == "scale":  # norms are small and computed in f32
+            parameter = parameter.astype(np.float32) + np.float32(config.unit_offset_norms)
+        else:
+            parameter = parameter.astype(dtype)
         flat[path] = place(path, parameter) if place else jnp.asarray(parameter)
     return config, flax.traverse_util.unflatten_dict(flat)
 
