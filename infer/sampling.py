@@ -164,10 +164,13 @@ def _shortest_prefix(x: jax.Array, weights: jax.Array, goal: jax.Array) -> jax.A
     def mass(kept: jax.Array) -> jax.Array:
         return jnp.sum(jnp.where(kept, weights, 0.0), axis=-1, keepdims=True)
 
+    folded_order, folded_weights = _folded(order), _folded(weights)
+
     def narrow(_: int, bounds: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         low, high = bounds  # between them: the largest value that still reaches the goal
         middle = (low | high) - ((low ^ high) >> 1)  # their mean rounded up, without overflow
-        reached = mass(order >= middle) >= goal
+        kept = jnp.where(folded_order >= middle[..., None], folded_weights, 0.0)
+        reached = jnp.sum(kept, axis=(-2, -1))[..., None] >= goal
         return jnp.where(reached, middle, low), jnp.where(reached, high, middle - 1)
 
     low = jnp.min(order, axis=-1, keepdims=True)
@@ -180,3 +183,13 @@ def _shortest_prefix(x: jax.Array, weights: jax.Array, goal: jax.Array) -> jax.A
     )  # the same for all of them
     count = jnp.maximum(jnp.ceil((goal - mass(above)) / each), 1.0)
     return above | (ties & (jnp.cumsum(ties, axis=-1) <= count))
+
+
+def _folded(x: jax.Array) -> jax.Array:
+    """[..., C] -> [..., C / 128, 128], zeros in what is missing.
+
+    A TPU works on 8 x 128 numbers at a time, and with a few long vectors on a fraction of that.
+    """
+    missing = -x.shape[-1] % 128
+    x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, missing)])
+    return x.reshape(*x.shape[:-1], -1, 128)
