@@ -18,7 +18,7 @@ from pathlib import Path
 
 import jax
 
-from clover_jax.tree import PLAIN, Tree, parse_tree
+from clover_jax.tree import PLAIN, AnyTree, Tree, parse_tree
 from infer import cli, cost_report
 from infer.cost_figures import Roof, decode_figures, measure_roof, prefill_figures
 from infer.cost_programs import MACHINES, MODELS, Programs, chips, head_for, streaming_product
@@ -54,7 +54,7 @@ def _case(
     machine: str,
     model: str,
     programs: Programs,
-    trees: dict[str, Tree],
+    trees: dict[str, AnyTree],
     roof: Roof,
 ) -> Case:
     def say(what: str) -> None:
@@ -78,10 +78,10 @@ def even_tree(depth: int) -> Tree:
     for path in paths:  # it grows meanwhile
         left = depth - sum(rank + 1 for rank in path)
         paths += [(*path, rank) for rank in range(left)]
-    return parse_tree(paths[1:])
+    return Tree(tuple(sorted(paths[1:], key=lambda path: (len(path), path))))
 
 
-TREES = {"paper": parse_tree("paper"), "even-64": even_tree(6)}
+TREES: dict[str, AnyTree] = {"paper": parse_tree("paper"), "even-64": even_tree(6)}
 
 
 def _parser() -> cli.Parser:
@@ -96,7 +96,7 @@ def _parser() -> cli.Parser:
         "--trees",
         action=_Trees,
         default=TREES,
-        help=f"{', '.join(TREES)}, chain-3 (default: {' '.join(TREES)})",
+        help=f"{', '.join(TREES)}, chain-3, dynamic-25 (default: {' '.join(TREES)})",
     )
     number = functools.partial(parser.add_argument, type=cli.whole_number(1), metavar="N")
     number("--batch", nargs="+", default=[1], help="rows (default 1); several make a table each")

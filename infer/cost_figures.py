@@ -6,7 +6,7 @@ import dataclasses
 
 import jax
 
-from clover_jax.tree import PLAIN, Tree
+from clover_jax.tree import PLAIN, AnyTree
 from infer.cost_programs import Programs, program_text
 from infer.program_cost import Cost, cost
 from infer.program_text import parse
@@ -54,7 +54,7 @@ class Figures:
         return self.greedy.total / sum(self.roofline.values())
 
 
-def decode_figures(programs: Programs, tree: Tree, roof: Roof) -> Figures:
+def decode_figures(programs: Programs, tree: AnyTree, roof: Roof) -> Figures:
     """A step of the decode loop."""
     roofline = decode_roofline(programs, tree, roof)
     return _figures(programs.decode(tree), roofline, roof, programs.smallest_large())
@@ -67,7 +67,7 @@ def prefill_figures(programs: Programs, roof: Roof) -> Figures:
     return _figures(programs.prefill(PLAIN), roofline, roof, programs.smallest_large())
 
 
-def decode_roofline(programs: Programs, tree: Tree, roof: Roof) -> dict[str, float]:
+def decode_roofline(programs: Programs, tree: AnyTree, roof: Roof) -> dict[str, float]:
     """By part, the cycles of reading parameters and caches: once in a pass of the target and in the
     head's reading, and once for each level that is drafted."""
     read = {"verify": programs.target_bytes() + programs.cache_bytes(programs.target)}

@@ -24,14 +24,14 @@ from clover_jax.matmul import matmul
 from clover_jax.rope import Rope
 from clover_jax.sharding import cache_sharding, make_mesh, param_shardings, row_sharding
 from clover_jax.target import lm_head
-from clover_jax.tree import Tree
+from clover_jax.tree import AnyTree
 from clover_jax.weights.clover import abstract_head
 from clover_jax.weights.target import abstract_params
-from infer import engine
+from infer import session
 from infer.call import Call, prepare
 from infer.decode import DecodeState, Weights
+from infer.drafter import Draft
 from infer.load import Model
-from infer.propose import Draft
 
 DTYPE = jnp.dtype(jnp.bfloat16)  # of parameters and caches, as `load` has them on accelerators
 
@@ -114,27 +114,29 @@ class Programs(NamedTuple):
         """The same with another number of the target's layers; the head keeps its own."""
         return self._replace(target=dataclasses.replace(self.target, num_layers=number))
 
-    def decode(self, tree: Tree) -> jax.stages.Compiled:
+    def decode(self, tree: AnyTree) -> jax.stages.Compiled:
         """The decode loop; plain for a tree without paths."""
         call = self._call(tree)
         state = self._state(call)
         steps = jax.ShapeDtypeStruct((), jnp.int32, sharding=NamedSharding(self.mesh, P()))
-        lowered = engine._decode.lower(call.shape, call.weights, call.request, state, steps)
+        with jax.set_mesh(self.mesh):
+            lowered = session._decode.lower(call.shape, call.weights, call.request, state, steps)
         return lowered.compile()
 
-    def prefill(self, tree: Tree) -> jax.stages.Compiled:
+    def prefill(self, tree: AnyTree) -> jax.stages.Compiled:
         """The loop that reads prompts, `chunk` tokens a step; a tree with paths brings the head."""
         call = self._call(tree)
-        lowered = engine._prefill.lower(
-            call.shape.target,
-            call.shape.draft,
-            call.weights,
-            call.request,
-            call.prompt,
-            call.prompt_length,
-            slots=call.slots,
-            chunk=call.chunk,
-        )
+        with jax.set_mesh(self.mesh):
+            lowered = session._prefill.lower(
+                call.shape.target,
+                call.shape.draft,
+                call.weights,
+                call.request,
+                call.prompt,
+                call.prompt_length,
+                slots=call.slots,
+                chunk=call.chunk,
+            )
         return lowered.compile()
 
     def smallest_large(self) -> int:
@@ -207,7 +209,7 @@ class Programs(NamedTuple):
     def _state(self, call: Call) -> DecodeState:
         def start(*arrays: Any) -> DecodeState:
             weights, request, prompt, length = arrays
-            return engine._start(
+            return session.start(
                 call._replace(weights=weights, request=request, prompt=prompt, prompt_length=length)
             )
 
@@ -218,11 +220,11 @@ class Programs(NamedTuple):
         }
         return dataclasses.replace(self._rows(state), **caches)
 
-    def _call(self, tree: Tree) -> Call:
+    def _call(self, tree: AnyTree) -> Call:
         weights = self._weights()
         model = Model(self.target, weights.target, self.head, weights.draft, None, ())
         prompts = [[0] * self.chunk] * self.batch
-        call = prepare(model, prompts, self.slots - self.chunk, 0.0, 1.0, 0, 0, tree)
+        call = prepare(model, prompts, tree, self.slots - self.chunk, 0.0, 1.0, 0, 0)
         if (call.slots, call.chunk) != (self.slots, self.chunk):
             raise ValueError(
                 f"{self.slots} slots and chunks of {self.chunk} tokens are no bucket: "
