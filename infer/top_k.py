@@ -13,12 +13,13 @@ def top_k(x: jax.Array, count: int) -> jax.Array:
     a few rounds of argmax read it a few times.
     """
     indices: jax.Array = jax.lax.platform_dependent(
-        x, tpu=lambda x: _by_rounds(x, count), default=lambda x: jax.lax.top_k(x, count)[1]
+        x, tpu=lambda x: by_rounds(x, count), default=lambda x: jax.lax.top_k(x, count)[1]
     )
     return indices
 
 
-def _by_rounds(x: jax.Array, count: int) -> jax.Array:
+def by_rounds(x: jax.Array, count: int) -> jax.Array:
+    """`top_k`, by one argmax for each of the `count` entries."""
     places = jnp.arange(x.shape[-1], dtype=jnp.int32)
     left = jnp.maximum(x, jnp.finfo(x.dtype).min)  # so that only what is taken is -inf
     found = []
