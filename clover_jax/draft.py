@@ -22,6 +22,7 @@ import jax.numpy as jnp
 from clover_jax.cache import KVCache
 from clover_jax.config import DraftConfig
 from clover_jax.layers import DecoderLayer, Dense, RMSNorm
+from clover_jax.sharding import whole_width
 from clover_jax.target import pass_contexts
 
 
@@ -52,7 +53,7 @@ class AttentionDecoder(nn.Module):
         q = heads("q", RMSNorm(self.epsilon, name="input_layernorm")(state))
         k, v = heads("k", embedding), heads("v", embedding)
         gate = jnp.sum(unit(q) * unit(k), axis=-1, keepdims=True)
-        return state + (gate * v).reshape(state.shape).astype(state.dtype)
+        return whole_width(state + (gate * v).reshape(state.shape).astype(state.dtype))
 
 
 class DraftHead(nn.Module):

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from clover_jax import rope
 from clover_jax.config import TargetConfig
 from clover_jax.matmul import matmul
+from clover_jax.sharding import whole_width
 
 _ACTIVATIONS = {
     "silu": nn.silu,
@@ -199,9 +200,9 @@ class DecoderLayer(nn.Module):
         attended, new = Attention(c, name="self_attn")(normed, cache, context, x.dtype)
         if c.post_norms:
             attended = norm("post_attention_layernorm", attended)
-        x = x + attended.astype(x.dtype)
+        x = whole_width(x + attended.astype(x.dtype))
         before = "pre_feedforward_layernorm" if c.post_norms else "post_attention_layernorm"
         out = MLP(c, name="mlp")(norm(before, x))
         if c.post_norms:
             out = norm("post_feedforward_layernorm", out)
-        return x + out.astype(x.dtype), new
+        return whole_width(x + out.astype(x.dtype)), new

@@ -119,3 +119,15 @@ def _check_divides(name: str, size: int, axis: str | None, mesh: Mesh) -> None:
         raise ValueError(
             f"mesh axis {axis!r} of {mesh.shape[axis]} devices does not divide {name}, {size}"
         )
+
+
+def whole_width(x: jax.Array) -> jax.Array:
+    """x [..., D], with all of D on every device, where `jax.set_mesh` has set a mesh.
+
+    For the residual stream. Left alone, the partitioner may split it like the heads of the draft's
+    attention decoders, and every layer of the target then gathers it again.
+    """
+    if jax.sharding.get_abstract_mesh().empty:
+        return x
+    split = P(*[P.UNCONSTRAINED] * (x.ndim - 1), None)
+    return jax.lax.with_sharding_constraint(x, split)

@@ -148,7 +148,8 @@ draft = model.draft._replace(
     lm_head=params["lm_head"],
 )
 on_mesh = dataclasses.replace(model, params=params, draft=draft)
-made = speculative_generate(on_mesh, rigs.PROMPTS, 12, tree="chain-3")
+with jax.set_mesh(mesh):
+    made = speculative_generate(on_mesh, rigs.PROMPTS, 12, tree="chain-3")
 print(json.dumps(made.token_ids))
 """
 
