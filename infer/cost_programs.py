@@ -33,6 +33,14 @@ from infer.decode import DecodeState, Weights
 from infer.drafter import Draft
 from infer.load import Model
 
+# No search for a TPU, no complaint that there is none, no lock against other processes.
+_COMPILER_ALONE = {
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_ACCELERATOR_TYPE": "v6e-1",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+}
+
 DTYPE = jnp.dtype(jnp.bfloat16)  # of parameters and caches, as `load` has them on accelerators
 
 
@@ -88,9 +96,8 @@ def chips(machine: Machine) -> Mesh:
     """
     if importlib.util.find_spec("libtpu") is None:
         raise ValueError("the TPU compiler is libtpu, which is not installed: pip install libtpu")
-    # The compiler alone is wanted: no search for a TPU, no lock against other processes.
-    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
-    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+    for name, value in _COMPILER_ALONE.items():
+        os.environ.setdefault(name, value)
     topology = topologies.get_topology_desc(platform="tpu", topology_name=machine.topology)
     return make_mesh(tensor=machine.chips, devices=topology.devices[: machine.chips])
 
