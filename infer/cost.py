@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             target = MODELS[name]
             head = head_for(target, arguments.draft_vocab)
             programs = Programs(mesh, target, head, batch, arguments.slots, arguments.chunk)
-            case = _case(machine, name, programs, arguments.trees, roof)
+            case = _case(machine, name, programs, dict(arguments.trees), roof)
             print(cost_report.text(case, arguments.tokens_per_pass), flush=True)
             cases.append(case)
     if arguments.json is not None:
@@ -94,8 +94,8 @@ def _parser() -> cli.Parser:
     add("--models", choices=tuple(MODELS), default=list(MODELS), help=", ".join(MODELS))
     add(
         "--trees",
-        action=_Trees,
-        default=TREES,
+        type=_named_tree,
+        default=list(TREES.items()),
         help=f"{', '.join(TREES)}, chain-3, dynamic-25 (default: {' '.join(TREES)})",
     )
     number = functools.partial(parser.add_argument, type=cli.whole_number(1), metavar="N")
@@ -115,15 +115,11 @@ def _parser() -> cli.Parser:
     return parser
 
 
-class _Trees(argparse.Action):
-    """Names of TREES, or what `parse_tree` reads."""
-
-    def __call__(self, parser, namespace, values, option_string=None):  # type: ignore[no-untyped-def]
-        try:
-            found = {name: TREES[name] if name in TREES else parse_tree(name) for name in values}
-        except ValueError as error:
-            raise argparse.ArgumentError(self, str(error)) from None
-        setattr(namespace, self.dest, found)
+def _named_tree(name: str) -> tuple[str, AnyTree]:
+    try:
+        return name, TREES[name] if name in TREES else parse_tree(name)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 if __name__ == "__main__":

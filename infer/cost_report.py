@@ -9,6 +9,7 @@ from typing import Any
 from infer.cost_figures import OTHER, PARTS, Figures
 
 PLAIN = "plain"
+PAPER_TREE = "paper"  # the tree that the paper's figures are for
 TASKS = ("MT-bench", "WMT14", "CNN/DM", "NQ", "GSM8K", "DPR")
 
 
@@ -107,7 +108,7 @@ def _speedups(case: Case, tree: str, tokens_per_pass: list[float]) -> list[str]:
     for tokens in tokens_per_pass:
         lines.append(f"    {tokens:.2f} tokens per pass: {tokens / cost:.2f}")
     paper = PAPER.get(case.model)
-    if paper is not None:
+    if paper is not None and tree == PAPER_TREE:
         lines.append(f"    {'paper, greedy':<20}{'tokens/pass':>12}{'here':>7}{'paper':>7}{'':>7}")
         for task, extra, theirs in zip(TASKS, paper.extra_tokens, paper.speedup, strict=True):
             ours = (1 + extra) / cost
