@@ -65,6 +65,12 @@ def add_model_options(parser: Parser) -> None:
         "--draft", metavar="PLACE", help="the head for --target: a folder or a hub name"
     )
     group.add_argument(
+        "--draft_vocab",
+        type=_size_or_path,
+        metavar="N",
+        help="how many tokens the head may propose, or a file of token ids (as it was trained)",
+    )
+    group.add_argument(
         "--dtype",
         choices=("float32", "bfloat16"),
         help="of the matrix products (float32 on a CPU, bfloat16 elsewhere)",
@@ -78,7 +84,17 @@ def load_model(parser: Parser, arguments: argparse.Namespace) -> Model:
     name = arguments.model
     if arguments.target is None and name is None:
         name = DEFAULT_MODEL
-    return load(name, target=arguments.target, draft=arguments.draft, dtype=arguments.dtype)
+    return load(
+        name,
+        target=arguments.target,
+        draft=arguments.draft,
+        dtype=arguments.dtype,
+        draft_vocab=arguments.draft_vocab,
+    )
+
+
+def _size_or_path(text: str) -> int | Path:
+    return int(text) if text.isdecimal() else Path(text)
 
 
 def add_length(group: argparse._ActionsContainer) -> None:

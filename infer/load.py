@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from clover_jax.config import DraftConfig, TargetConfig
+from clover_jax.draft_vocab import read_draft_vocab, resized
 from clover_jax.target import lm_head
 from clover_jax.tree import AnyTree
 from clover_jax.weights.clover import check_target, load_head
@@ -72,6 +73,7 @@ def load(
     target: str | Path | None = None,
     draft: str | Path | None = None,
     dtype: str | None = None,
+    draft_vocab: int | str | Path | None = None,
 ) -> Model:
     """Loads a target and its head.
 
@@ -82,6 +84,9 @@ def load(
       draft: the head, likewise; without it the model generates plainly.
       dtype: "float32" or "bfloat16"; by default float32 on CPU and bfloat16 elsewhere. On CPU,
         bfloat16 holds for the weights; activations and caches stay in float32 (see matmul.py).
+      draft_vocab: how many tokens the head may propose, the most frequent of the ranking that is
+        stored with it; or a file of token ids, one per line. By default what it was trained on.
+        The text is the same with any.
 
     Raises:
       ValueError: arguments that do not fit together, or a name that is not known.
@@ -116,9 +121,11 @@ def load(
         tokenizer.eos_token_id if tokenizer is not None else None,
     )
     if draft is None:
+        if draft_vocab is not None:
+            raise ValueError("draft_vocab is for a head, and this model has none")
         return Model(config, params, None, None, tokenizer, ends)
     folder = _resolve(draft)
-    draft_config, ready = _ready_head(folder, config, params, compute)
+    draft_config, ready = _ready_head(folder, config, params, compute, draft_vocab)
     tunings = tuple(read_tunings(folder))
     return Model(config, params, draft_config, ready, tokenizer, ends, folder, tunings)
 
@@ -207,11 +214,23 @@ def _import_transformers() -> None:
 
 
 def _ready_head(
-    folder: Path, target: TargetConfig, params: Any, dtype: jnp.dtype
+    folder: Path,
+    target: TargetConfig,
+    params: Any,
+    dtype: jnp.dtype,
+    draft_vocab: int | str | Path | None,
 ) -> tuple[DraftConfig, Draft]:
     head = load_head(folder, target, dtype, lm_head(params))
     check_target(head, target, params)
-    return head.config, ready_draft(head.config, head.params, head.draft_ids, target, params)
+    config, ids = head.config, head.draft_ids
+    if draft_vocab is not None:
+        if isinstance(draft_vocab, int):
+            ids = resized(ids, draft_vocab, target.vocab_size)
+        else:
+            ids = read_draft_vocab(Path(draft_vocab), target.vocab_size)
+        size = target.vocab_size if ids is None else len(ids)
+        config = dataclasses.replace(config, draft_vocab_size=size)
+    return config, ready_draft(config, head.params, ids, target, params)
 
 
 def ready_draft(

@@ -116,6 +116,7 @@ OTHER = {
     "num_layers": 1,
     "num_steps": 3,
     "draft_vocab": 9,
+    "draft_vocab_file": "ids.txt",
     "learning_rate": 0.125,
     "copy_length": 3,
     "warmup_steps": 0,

@@ -48,6 +48,7 @@ class DistillConfig:
         8, "most tokens compared to copy what followed them in the text; 0: the head copies nothing"
     )
     draft_vocab: int = option(0, "tokens the head proposes from, the most frequent ones; 0: all")
+    draft_vocab_file: str = option("", "the same as a file of token ids, one per line")
 
     learning_rate: float = option(1e-3, "peak rate of AdamW, after warm-up and before decay to 0")
     warmup_steps: int = option(100, "steps of linear warm-up")
@@ -70,6 +71,8 @@ class DistillConfig:
     def __post_init__(self) -> None:
         if self.features not in ("online", "cached"):
             raise ValueError(f"features must be 'online' or 'cached', got {self.features!r}")
+        if self.draft_vocab and self.draft_vocab_file:
+            raise ValueError("draft_vocab and draft_vocab_file are two ways to say one thing")
         for name in _AT_LEAST_1:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")

@@ -27,6 +27,7 @@ from tensorboardX import SummaryWriter
 from tqdm import tqdm
 
 from clover_jax.config import DraftConfig
+from clover_jax.draft_vocab import read_draft_vocab
 from clover_jax.target import lm_head
 from clover_jax.weights.clover import Head, check_target, load_head, save_head
 from clover_jax.weights.fingerprint import fingerprint
@@ -196,11 +197,16 @@ def arrange(config: DistillConfig, corpus: Corpus, context: int) -> Rows:
 def choose_draft_vocabulary(
     config: DistillConfig, corpus: Corpus, vocab_size: int
 ) -> np.ndarray | None:
-    """int32 [W], the most frequent supervised tokens, most frequent first; None for all."""
-    if not config.draft_vocab or config.draft_vocab >= vocab_size:
-        return None
+    """int32 [W], those of a file or the most frequent supervised tokens, most frequent first; None
+    for all."""
     counts = token_frequencies(corpus, vocab_size)
-    ids = np.argsort(-counts, kind="stable")[: config.draft_vocab].astype(np.int32)
+    ids: np.ndarray | None = None
+    if config.draft_vocab_file:
+        ids = read_draft_vocab(Path(config.draft_vocab_file), vocab_size)
+    elif 0 < config.draft_vocab < vocab_size:
+        ids = np.argsort(-counts, kind="stable")[: config.draft_vocab].astype(np.int32)
+    if ids is None:
+        return None
     print(
         f"draft vocabulary of {len(ids)} tokens covers "
         f"{counts[ids].sum() / max(counts.sum(), 1):.2%} of the supervised tokens"

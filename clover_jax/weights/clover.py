@@ -54,8 +54,8 @@ class Head:
     Attributes:
       config: its shape.
       params: parameters of DraftHead, a nested dict.
-      draft_ids: int32 [config.draft_vocab_size], the token ids it proposes from, in an order of
-        its own; None for the whole vocabulary.
+      draft_ids: int32 [config.draft_vocab_size], the token ids it proposes from, most frequent
+        first; None for the whole vocabulary.
       target_fingerprint: `fingerprint` of the target it was trained for, if it is known.
       metadata: how it was made, as JSON values.
       heads_coefficient, decay_coefficient: the loss of step i was weighted by
