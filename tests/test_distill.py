@@ -267,6 +267,15 @@ def test_a_draft_vocabulary_of_all_tokens_is_none() -> None:
     assert choose(DistillConfig(draft_vocab=3), corpus, 9).tolist() == [4, 5, 6]
 
 
+def test_a_draft_vocabulary_from_a_file(tmp_path: Path) -> None:
+    corpus = Corpus.from_samples([(np.array([4, 4, 5, 5, 5, 6], np.int32), np.arange(6) != 4)])
+    (tmp_path / "ids.txt").write_text("6\n1\n")
+    config = DistillConfig(draft_vocab_file=str(tmp_path / "ids.txt"))
+    assert distill.choose_draft_vocabulary(config, corpus, 9).tolist() == [6, 1]
+    with pytest.raises(ValueError, match="two ways to say one thing"):
+        dataclasses.replace(config, draft_vocab=3)
+
+
 # Resuming
 
 
