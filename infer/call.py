@@ -2,9 +2,10 @@
 
 A bucket is (batch size, samples per prompt, cache slots, prompt chunk, tree). Cache slots are the
 smallest power of two that holds the longest prompt with its budget, at least 64 and at most the
-model's context; the prompt chunk is a power of two from 16 to 256. Number and length of bad words
-that are longer than a token count too, each rounded up to a power of two. All other settings,
-seeds, budgets, prompt lengths and ends are arguments of the program and never recompile it.
+model's context; the prompt chunk is a power of two from 16 to 256, smaller with many rows. Number
+and length of bad words that are longer than a token count too, each rounded up to a power of two.
+All other settings, seeds, budgets, prompt lengths and ends are arguments of the program and never
+recompile it.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from infer.noise import row_keys
 from infer.options import Options
 from infer.sampling import Sampling
 from infer.settings import adjustments, per_row, power_of_two, stop_strings
+
+_CHUNK_TOKENS = 1024  # of all rows together, which keeps any machine busy and bounds the scores
 
 Message = dict[str, Any]
 Prompt = str | Sequence[int] | Sequence[Message]
@@ -108,7 +111,8 @@ def prepare(
     longest = max(len(p) for p in ids)
     need = max(len(p) + n for p, n in zip(ids, budget[::samples].tolist(), strict=True))
     slots = min(max(power_of_two(need), 64), context)
-    chunk = min(max(power_of_two(longest), 16), 256)
+    most = power_of_two(_CHUNK_TOKENS // count + 1) // 2  # the power of two below
+    chunk = max(min(power_of_two(longest), 256, most), 16)
     padded = np.zeros((count, -(-slots // chunk) * chunk), np.int32)
     for row, prompt in enumerate(ids):
         padded[row, : len(prompt)] = prompt
