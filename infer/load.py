@@ -249,7 +249,7 @@ def ready_draft(
         lm_rows=rows if draft_ids is None else rows[ids],
         token_ids=ids.astype(jnp.int32),
         embedding=embed if config.embedding == "embed_tokens" else rows,
-        # Of two copies in different dtypes the one that single rows are read from without converting
-        # it: compilers for the CPU convert a whole matrix in bfloat16 first.
+        # Of two copies the one of the wider dtype, of which single rows are read as they are:
+        # compilers for the CPU may first convert a whole matrix in bfloat16.
         lm_head=embed if target.tie_word_embeddings else rows,
     )
