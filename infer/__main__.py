@@ -18,7 +18,7 @@ from infer.engine import generate, speculative_generate, stream
 from infer.prompt_file import Entry, of_text, read_prompts, results
 from infer.session import Generation
 from infer.stream import Stream
-from infer.timing import steady
+from infer.timing import compile_seconds, steady
 
 _ROWS = 8  # that are generated together
 
@@ -42,6 +42,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         stream, model, **settings, **({"tree": None} if arguments.plain else drafting)
     )
 
+    compiling = compile_seconds()
     if arguments.interactive:
         if not template:
             raise ValueError("this model has no chat template, so there is no conversation")
@@ -65,6 +66,9 @@ def main(argv: Sequence[str] | None = None) -> None:
             counts = _answer_all(answer, entries, arguments)
     if arguments.stats and counts:
         print(_statistics(total(counts)), file=sys.stderr)
+        if arguments.interactive:
+            spent = compile_seconds() - compiling
+            print(f"of these seconds {spent:.2f} were spent in compiling", file=sys.stderr)
 
 
 def _stream_one(start: Callable[[], Stream], warm_up: bool) -> Counts:
@@ -159,7 +163,7 @@ def _parser() -> cli.Parser:
     generation.add_argument(
         "--stats",
         action="store_true",
-        help="report the speed on standard error; what has to be compiled first is run before",
+        help="report the speed on standard error; what must be compiled is run before it counts",
     )
     return parser
 

@@ -127,6 +127,7 @@ def test_statistics_of_a_conversation(
     said, errors = converse(pair, capsys, monkeypatch, "a\nb\n", "--stats", "--tree", "chain-3")
     assert said == [SAID, SAID]
     assert errors.startswith("22 tokens in 8 target passes")
+    assert errors.splitlines()[-1].endswith("were spent in compiling")
 
 
 def test_json_lines_in_and_out(
