@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from clover_jax import rope
 from clover_jax.config import TargetConfig
-from clover_jax.matmul import matmul
+from clover_jax.matmul import LEAST_ROWS, matmul
 from clover_jax.sharding import whole_width
 
 _ACTIVATIONS = {
@@ -107,6 +107,9 @@ def attend(
     groups = heads // kv_heads
     # The queries that share a kv head become the rows (M = T*G) of one product per kv head.
     q = (q * scale).reshape(batch, queries, kv_heads, groups, head_dim)
+    if queries * groups == 1 and q.dtype.itemsize == 2:
+        groups = LEAST_ROWS  # a single row would not use the matrix unit of a TPU
+        q = jnp.pad(q, [(0, 0)] * 3 + [(0, groups - 1), (0, 0)])
     q = jnp.moveaxis(q, 2, 1).reshape(batch, kv_heads, queries * groups, head_dim)
 
     def scores(keys: jax.Array, mask: jax.Array) -> jax.Array:  # mask [B or 1, T or 1, S]
@@ -130,7 +133,8 @@ def attend(
             "bkms,bksh->bkmh", rows.astype(kv.v.dtype), kv.v, preferred_element_type=jnp.float32
         )
         out += product.reshape(batch, kv_heads, queries, groups, head_dim)
-    return jnp.moveaxis(out / total, 1, 2).reshape(batch, queries, heads * head_dim)
+    out = (out / total)[:, :, :, : heads // kv_heads]  # without the padding
+    return jnp.moveaxis(out, 1, 2).reshape(batch, queries, heads * head_dim)
 
 
 class Attention(nn.Module):

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 # With fewer 16-bit rows TPUs and CPUs leave their matrix units for a slower path.
-_LEAST_ROWS = 8
+LEAST_ROWS = 8
 
 
 @jax.custom_vjp
@@ -29,8 +29,8 @@ def matmul(x: jax.Array, weight: jax.Array) -> jax.Array:
         high = jax.lax.reduce_precision(rows, exponent_bits=8, mantissa_bits=7)
         rows = jnp.concatenate([high, rows - high])
     rows = rows.astype(weight.dtype)
-    if len(rows) < _LEAST_ROWS and weight.dtype.itemsize == 2:
-        rows = jnp.pad(rows, ((0, _LEAST_ROWS - len(rows)), (0, 0)))
+    if len(rows) < LEAST_ROWS and weight.dtype.itemsize == 2:
+        rows = jnp.pad(rows, ((0, LEAST_ROWS - len(rows)), (0, 0)))
     y = jax.lax.dot_general(
         rows, weight, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32
     )
