@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections import Counter, defaultdict
+from collections.abc import Iterator
 
 from infer.program_text import COLLECTIVES, Branch, Instruction, Program, Run, runs
 
@@ -124,10 +125,10 @@ def _works(run: Run) -> bool:
 
 
 def _what(program: Program, instruction: Instruction) -> str:
-    """ "sort", "scatter", ...: a fusion is what it ends in."""
+    """ "sort", ...: a fusion is the scatter in it, or else what it ends in."""
     if instruction.kind == "fusion":
-        inner = program.computations[instruction.called[0]]
-        return f"{inner[-1].kind} fusion"
+        kinds = [i.kind for i in _inside(program, instruction)]
+        return "scatter fusion" if "scatter" in kinds else f"{kinds[-1]} fusion"
     return instruction.target or instruction.kind
 
 
@@ -158,9 +159,19 @@ def _is_large_copy(program: Program, instruction: Instruction, large: int) -> bo
         return True
     if instruction.kind != "fusion":
         return False
-    inner = program.computations.get(instruction.called[0], ()) if instruction.called else ()
+    inner = _inside(program, instruction)
     kinds = {i.kind for i in inner if any(a.size >= large for a in i.arrays)} - _FREE
-    return bool(kinds) and kinds <= {*_MOVES, "reshape", "convert", "fusion", "slice"}
+    return bool(kinds) and kinds <= {*_MOVES, "reshape", "convert", "slice"}
+
+
+def _inside(program: Program, fusion: Instruction) -> Iterator[Instruction]:
+    """The instructions of a fusion, those of the fusions in it included."""
+    for name in fusion.called:
+        for instruction in program.computations.get(name, ()):
+            if instruction.kind == "fusion":
+                yield from _inside(program, instruction)
+            else:
+                yield instruction
 
 
 def _shape(instruction: Instruction) -> str:
