@@ -175,6 +175,7 @@ class Programs(NamedTuple):
 
     def _weights(self) -> Weights:
         target = self._placed(abstract_params(self.target))
+        target = jax.tree_util.tree_map_with_path(_norms_in_f32, target)
         rows = self.head.draft_vocab_size
         whole = rows == self.target.vocab_size
         head = target["lm_head"]
@@ -261,6 +262,12 @@ def program_text(compiled: jax.stages.Compiled) -> str:
     text = compiled.as_text()
     assert text is not None
     return text
+
+
+def _norms_in_f32(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    """As `load_target` has them."""
+    dtype = jnp.float32 if path[-1].key == "scale" else leaf.dtype
+    return jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=leaf.sharding)
 
 
 def _bytes_per_chip(tree: Any) -> int:
