@@ -6,6 +6,7 @@ libtpu brings the compiler; parameters, caches and requests are shapes with a pl
 from __future__ import annotations
 
 import dataclasses
+import importlib.metadata
 import importlib.util
 import math
 import os
@@ -95,7 +96,9 @@ def chips(machine: Machine) -> Mesh:
       ValueError: libtpu is not installed.
     """
     if importlib.util.find_spec("libtpu") is None:
-        raise ValueError("the TPU compiler is libtpu, which is not installed: pip install libtpu")
+        raise ValueError(
+            "the TPU compiler is libtpu, which is not installed: pip install 'jax[tpu]'"
+        )
     for name, value in _COMPILER_ALONE.items():
         os.environ.setdefault(name, value)
     topology = topologies.get_topology_desc(platform="tpu", topology_name=machine.topology)
@@ -258,9 +261,20 @@ def streaming_product(mesh: Mesh) -> tuple[str, int]:
 
 
 def program_text(compiled: jax.stages.Compiled) -> str:
-    """The text of a compiled program, in which the TPU compiler leaves its estimates."""
-    text = compiled.as_text()
-    assert text is not None
+    """The text of a compiled program, in which the TPU compiler leaves its estimates.
+
+    Raises:
+      ValueError: the compiler is of another version than jaxlib, which then cannot read it.
+    """
+    try:
+        text = compiled.as_text()
+    except (NotImplementedError, jax.errors.JaxRuntimeError):
+        text = None
+    if text is None:
+        versions = " and ".join(
+            f"{p} {importlib.metadata.version(p)}" for p in ("jaxlib", "libtpu")
+        )
+        raise ValueError(f"{versions} do not understand each other: pip install 'jax[tpu]'")
     return text
 
 

@@ -5,6 +5,7 @@ kind of line.
 """
 
 import dataclasses
+import importlib.metadata
 import importlib.util
 import json
 import re
@@ -16,7 +17,7 @@ import pytest
 from clover_jax.tree import PLAIN, parse_tree
 from infer import cost
 from infer.cost_figures import PARTS, Figures, Roof, decode_roofline
-from infer.cost_programs import Programs, chips
+from infer.cost_programs import Programs, chips, program_text
 from infer.cost_report import Case, as_json, text
 from infer.program_cost import Cost
 from infer.program_cost import cost as program_cost
@@ -179,6 +180,16 @@ def test_without_the_compiler(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match="the TPU compiler is libtpu, which is not installed"):
         chips(cost.MACHINES["v6e-1"])
+
+
+def test_a_compiler_of_another_version(monkeypatch):
+    class Unreadable:
+        def as_text(self) -> str:
+            raise NotImplementedError
+
+    monkeypatch.setattr(importlib.metadata, "version", {"jaxlib": "1", "libtpu": "2"}.get)
+    with pytest.raises(ValueError, match=r"^jaxlib 1 and libtpu 2 do not understand each other"):
+        program_text(Unreadable())
 
 
 # ---- with the compiler
