@@ -101,7 +101,11 @@ def _parser() -> cli.Parser:
     number = functools.partial(parser.add_argument, type=cli.whole_number(1), metavar="N")
     number("--batch", nargs="+", default=[1], help="rows (default 1); several make a table each")
     number("--slots", default=2048, help="cache slots of a row (default %(default)s)")
-    number("--chunk", default=256, help="prompt tokens a step of prefill (default %(default)s)")
+    number(
+        "--chunk",
+        default=256,
+        help="prompt tokens a step of prefill reads at most (default %(default)s)",
+    )
     number("--draft_vocab", default=32768, help="tokens the head proposes (default %(default)s)")
     parser.add_argument(
         "--tokens_per_pass",

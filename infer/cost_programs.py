@@ -236,11 +236,8 @@ class Programs(NamedTuple):
         model = Model(self.target, weights.target, self.head, weights.draft, None, ())
         prompts = [[0] * self.chunk] * self.batch
         call = prepare(model, prompts, tree, self.slots - self.chunk, 0.0, 1.0, 0, 0)
-        if (call.slots, call.chunk) != (self.slots, self.chunk):
-            raise ValueError(
-                f"{self.slots} slots and chunks of {self.chunk} tokens are no bucket: "
-                f"the next one has {call.slots} and {call.chunk}"
-            )
+        if call.slots != self.slots:
+            raise ValueError(f"{self.slots} slots are no bucket: the next one has {call.slots}")
         request, prompt, length = self._rows((call.request, call.prompt, call.prompt_length))
         return call._replace(request=request, prompt=prompt, prompt_length=length)
 
