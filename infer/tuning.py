@@ -28,8 +28,8 @@ class Choice:
     Attributes:
       batch_size: rows decoded together.
       tree: PLAIN where plain decoding was fastest.
-      predicted, measured, plain: tokens per second of decoding: as the model of times has it, as it
-        was, and of plain decoding in the same run.
+      predicted, measured, plain: tokens per second of decoding: as the model of times has it from
+        the speed of plain decoding, as it was, and of plain decoding in the same run.
       tokens_per_pass: verify passes alone, over all rows.
     """
 

@@ -168,3 +168,17 @@ def test_the_command(tmp_path, capsys):
         assert choice.measured >= choice.plain > 0
         assert choice.predicted > 0
         assert speculative_generate(model, ["a"] * choice.batch_size, 4).stats.tree == choice.tree
+
+
+def test_a_batch_takes_as_many_steps_as_its_longest_row():
+    ranks = [np.zeros((6, 3), int), np.full((6, 3), -1), np.zeros((2, 3), int)]
+    for text in ranks:  # the text ends: nothing to accept beyond
+        for row in range(len(text)):
+            text[row, len(text) - 1 - row :] = -1
+    calibration = tune.Calibration([], [], ranks)
+    times = StepTimes(passes={1: 1.0, 2: 2.0}, levels={1: 0.5})
+    chain = parse_tree("chain-3")  # a step takes 2 + 2 levels * 0.5 (and no more for more nodes)
+    # Passes: 2 (4 tokens, then 2), 6, 1; plainly 6, 6, 2.
+    assert tune.predicted(calibration, chain, times, 1) == (14 / (9 * 3.0), 14 / 9)
+    assert tune.predicted(calibration, chain, times, 2) == (8 / (7 * 3.0), 14 / 9)
+    assert tune.predicted(calibration, PLAIN, times, 2) == (1.0, 1.0)
