@@ -1,6 +1,7 @@
 """Options for the marked tests, and the platform the tests run on."""
 
 import os
+from collections.abc import Iterator
 
 import pytest
 
@@ -20,6 +21,16 @@ def pytest_configure(config: pytest.Config) -> None:
     # Before any test module imports jax. An accelerator is used only where it was asked for.
     if not (config.getoption("--run-tpu") or config.getoption("--run-gpu")):
         os.environ["JAX_PLATFORMS"] = "cpu"
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _no_compiled_programs_left() -> Iterator[None]:
+    """Forgets what a module compiled. Every program on the CPU takes some hundred memory mappings,
+    and Linux gives a process 65,530; XLA aborts where there are no more."""
+    yield
+    import jax
+
+    jax.clear_caches()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
