@@ -8,8 +8,8 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from clover_jax.attention import LayerKV
 from clover_jax.config import TargetConfig
-from clover_jax.layers import LayerKV
 
 KVCache = tuple[LayerKV, ...]
 

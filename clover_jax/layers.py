@@ -1,6 +1,6 @@
 """Layers shared by the target and the draft head.
 
-Axes: B batch, T query, S cache, K kv heads, G query heads per kv head, H head dim, D model, F MLP.
+Axes: B batch, T query, S cache, K kv heads, H head dim, D model, F MLP.
 
 Activations keep the dtype they come in, products are computed in the dtype of their weights (see
 matmul.py); norms, rotary embedding and softmax in f32.
@@ -9,15 +9,15 @@ matmul.py); norms, rotary embedding and softmax in f32.
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
 from clover_jax import rope
+from clover_jax.attention import Context, LayerKV, attend
 from clover_jax.config import TargetConfig
-from clover_jax.matmul import LEAST_ROWS, matmul
+from clover_jax.matmul import matmul
 from clover_jax.sharding import whole_width
 
 _ACTIVATIONS = {
@@ -56,85 +56,6 @@ class RMSNorm(nn.Module):
         mean_square = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
         wide = wide * jax.lax.rsqrt(mean_square + self.epsilon) * scale.astype(jnp.float32)
         return wide.astype(x.dtype)
-
-
-class LayerKV(NamedTuple):
-    """Keys [B, K, H, S] and values [B, K, S, H] of one layer, S slots or new tokens.
-
-    Keys lie transposed, so that both products of the attention read their operand as it lies.
-    """
-
-    k: jax.Array
-    v: jax.Array
-
-
-class Context(NamedTuple):
-    """What the tokens of one forward pass share in every layer of a kind.
-
-    Attributes:
-      cos, sin: f32 [B, T, H/2].
-      block_mask: bool [B or 1, T, T], which new token sees which.
-      cache_mask: bool [B, T or 1, S], which cache slots each of them sees.
-    """
-
-    cos: jax.Array
-    sin: jax.Array
-    block_mask: jax.Array
-    cache_mask: jax.Array
-
-
-def attend(
-    q: jax.Array,
-    new: LayerKV,
-    cache: LayerKV | None,
-    context: Context,
-    scale: float,
-    softcap: float | None = None,
-) -> jax.Array:
-    """Attention over the cache and over the new tokens, without joining the two.
-
-    Args:
-      q: [B, T, K*G, H], rotated.
-      new: keys and values of the T tokens.
-      cache: keys and values of earlier tokens, or None.
-      scale, softcap: scores are multiplied by the one, and bent to stay within the other.
-
-    Returns:
-      [B, T, K*G*H], f32.
-    """
-    batch, queries, heads, head_dim = q.shape
-    kv_heads = new.v.shape[1]
-    groups = heads // kv_heads
-    # The queries that share a kv head become the rows (M = T*G) of one product per kv head.
-    q = (q * scale).reshape(batch, queries, kv_heads, groups, head_dim)
-    if queries * groups == 1 and q.dtype.itemsize == 2:
-        groups = LEAST_ROWS  # a single row would not use the matrix unit of a TPU
-        q = jnp.pad(q, [(0, 0)] * 3 + [(0, groups - 1), (0, 0)])
-    q = jnp.moveaxis(q, 2, 1).reshape(batch, kv_heads, queries * groups, head_dim)
-
-    def scores(keys: jax.Array, mask: jax.Array) -> jax.Array:  # mask [B or 1, T or 1, S]
-        s = jnp.einsum("bkmh,bkhs->bkms", q, keys, preferred_element_type=jnp.float32)
-        s = s.reshape(batch, kv_heads, queries, groups, s.shape[-1])
-        if softcap is not None:
-            s = softcap * jnp.tanh(s / softcap)
-        return jnp.where(mask[:, None, :, None], s, -jnp.inf)
-
-    blocks = [(new, scores(new.k, context.block_mask))]
-    if cache is not None:
-        blocks.append((cache, scores(cache.k, context.cache_mask)))
-    # One softmax over both blocks; every token sees itself, so the maximum is finite.
-    maximum = functools.reduce(jnp.maximum, [jnp.max(s, axis=-1, keepdims=True) for _, s in blocks])
-    total, out = jnp.float32(0), jnp.float32(0)
-    for kv, s in blocks:
-        weights = jnp.exp(s - jax.lax.stop_gradient(maximum))
-        total += jnp.sum(weights, axis=-1, keepdims=True)  # [B, K, T, G, 1]
-        rows = weights.reshape(batch, kv_heads, queries * groups, s.shape[-1])
-        product = jnp.einsum(
-            "bkms,bksh->bkmh", rows.astype(kv.v.dtype), kv.v, preferred_element_type=jnp.float32
-        )
-        out += product.reshape(batch, kv_heads, queries, groups, head_dim)
-    out = (out / total)[:, :, :, : heads // kv_heads]  # without the padding
-    return jnp.moveaxis(out, 1, 2).reshape(batch, queries, heads * head_dim)
 
 
 class Attention(nn.Module):

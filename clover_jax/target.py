@@ -11,9 +11,10 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from clover_jax.attention import Context
 from clover_jax.cache import KVCache, num_slots
 from clover_jax.config import TargetConfig
-from clover_jax.layers import Context, DecoderLayer, RMSNorm
+from clover_jax.layers import DecoderLayer, RMSNorm
 from clover_jax.matmul import matmul
 
 
@@ -117,14 +118,16 @@ def pass_contexts(
     slots = jnp.arange(num_slots(cache) if cache is not None else 0)
     length = jnp.zeros(batch, jnp.int32) if cache_length is None else cache_length
     seen = (slots < length[:, None])[:, None]  # [B, 1, S]
+    end = jnp.max(length)
     found: dict[int | None, Context] = {}
     for window in dict.fromkeys(config.windows or (None,)):
         rope = config.rope if window is None or config.local_rope is None else config.local_rope
         cos, sin = rope.tables(positions, span)
         if window is None:
-            found[window] = Context(cos, sin, block, seen)
+            found[window] = Context(cos, sin, block, seen, (jnp.int32(0), end))
         else:
             near = positions[:, :, None] - positions[:, None] < window  # [B, T, T]
             recent = slots > positions[..., None] - window  # [B, T, S]
-            found[window] = Context(cos, sin, block & near, seen & recent)
+            oldest = jnp.clip(jnp.min(positions) - window + 1, 0, end)
+            found[window] = Context(cos, sin, block & near, seen & recent, (oldest, end))
     return found

@@ -26,6 +26,7 @@ from infer.options import Options
 from infer.sampling import Sampling
 from infer.settings import adjustments, per_row, power_of_two, stop_strings
 
+LONGEST_CHUNK = 256
 _CHUNK_TOKENS = 1024  # of all rows together, which keeps any machine busy and bounds the scores
 
 Message = dict[str, Any]
@@ -112,7 +113,7 @@ def prepare(
     need = max(len(p) + n for p, n in zip(ids, budget[::samples].tolist(), strict=True))
     slots = min(max(power_of_two(need), 64), context)
     most = power_of_two(_CHUNK_TOKENS // count + 1) // 2  # the power of two below
-    chunk = max(min(power_of_two(longest), 256, most), 16)
+    chunk = max(min(power_of_two(longest), LONGEST_CHUNK, most), 16)
     padded = np.zeros((count, -(-slots // chunk) * chunk), np.int32)
     for row, prompt in enumerate(ids):
         padded[row, : len(prompt)] = prompt

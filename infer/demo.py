@@ -50,7 +50,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Answers the first prompt, then measures all of them."""
     cli.Parser(prog="python -m infer.demo", description=main.__doc__ or "").parse_args(argv)
     dtype = fastest_dtype()
-    print(f"{NAME} with its Clover-2 head, in {dtype} on {machine()}\n")
+    what = f"{NAME} with its Clover-2 head, in {dtype} on {machine()}"
+    print(textwrap.fill(what, WIDTH) + "\n")
     with _step("Loading"):
         model = load(MODEL, dtype=dtype)
     head = model.draft is not None

@@ -131,17 +131,19 @@ def parse(text: str) -> Program:
       ValueError: no entry computation in it.
     """
     computations: dict[str, tuple[Instruction, ...]] = {}
-    entry, name, lines = "", "", list[Instruction]()
+    entry, name, lines = "", "", list[str]()
     for line in text.splitlines():
         head = _HEAD.match(line)
         if head:
             name, lines = head[2], []
             entry = name if head[1] else entry
-        elif line.startswith("}") and name:
-            computations[name] = tuple(lines)
+        elif (line == "}" or line.startswith("}, ")) and name:
+            computations[name] = tuple(map(_instruction, lines))
             name = ""
-        elif name and " = " in line:
-            lines.append(_instruction(line.strip().removeprefix("ROOT ")))
+        elif name and line.startswith(" ") and " = " in line:
+            lines.append(line.strip().removeprefix("ROOT "))
+        elif name and lines:  # a kernel's metadata goes over several lines
+            lines[-1] += line
     if not entry:
         raise ValueError("the text has no ENTRY computation")
     return Program(computations, entry)

@@ -59,6 +59,9 @@ def test_an_instruction_is_read_whole():
     assert named("conditional.15").called == ("region_identity", "region_top_p")
     assert named("gather.1").cycles is None  # the largest number there is stands for none
     assert named("custom-call.1").target == "ConcatBitcast"
+    kernel = named("splash_mqa.20")  # over several lines
+    assert (kernel.target, len(kernel.arrays)) == ("tpu_custom_call", 2)
+    assert kernel.op_name.endswith("over_slots)/splash_mqa")
 
 
 def test_shapes_say_where_they_lie():
@@ -115,7 +118,8 @@ def test_copies_are_those_to_hbm_that_do_nothing_else():
 
 
 def test_what_has_no_estimate_is_told():
-    assert of("cheapest").unknown == {"sort": 1, "call-start": 1, "gather fusion": 1}
+    expected = {"sort": 1, "call-start": 1, "gather fusion": 1, "tpu_custom_call": 1}
+    assert of("cheapest").unknown == expected
 
 
 def test_collectives():

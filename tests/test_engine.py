@@ -13,7 +13,7 @@ import pytest
 from byte_tokenizers import BOT, BYTES, END, USER
 from rigs import CONTEXT, NEW, PROMPTS, SEED, rig_m, rig_o, rig_r, with_eos
 
-from clover_jax.tree import PLAIN
+from clover_jax.tree import PLAIN, parse_tree
 from infer import Model, Stream, generate, speculative_generate, stream
 from infer.call import prepare
 
@@ -85,6 +85,7 @@ def test_generation_is_made_of_plain_python_values():
     assert out.finish_reasons == ["length", "length", "eos", "eos"]
     assert type(out.token_ids[1][0]) is int
     stats = dataclasses.asdict(out.stats)
+    assert stats.pop("tree")["paths"] == parse_tree("paper").paths
     assert stats["target_passes"][:2] == [1, 1]
     for value in stats.values():
         for number in value if isinstance(value, list) else [value]:
