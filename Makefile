@@ -17,7 +17,7 @@ demo: $(VENV)/.demo
 	@$(RUN) -m infer.demo
 
 test: $(VENV)/.test
-	@$(RUN) -m pytest
+	@$(RUN) -m pytest -n 2 --dist loadfile
 
 lint: $(VENV)/.test
 	@$(RUN) -m ruff check
