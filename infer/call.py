@@ -2,7 +2,8 @@
 
 A bucket is (batch size, samples per prompt, cache slots, prompt chunk, tree). Cache slots are the
 smallest power of two that holds the longest prompt with its budget, at least 64 and at most the
-model's context; the prompt chunk is a power of two from 16 to 256, smaller with many rows. Number
+model's context; the prompt chunk is a power of two from 16 to 512 (on CPUs 128), smaller with many
+rows. Number
 and length of bad words that are longer than a token count too, each rounded up to a power of two.
 All other settings, seeds, budgets, prompt lengths and ends are arguments of the program and never
 recompile it.
@@ -26,7 +27,9 @@ from infer.options import Options
 from infer.sampling import Sampling
 from infer.settings import adjustments, per_row, power_of_two, stop_strings
 
-LONGEST_CHUNK = 256
+# Prompt tokens that are read together. With 512 an accelerator has as much to compute as to read; a
+# CPU gains nothing beyond 128, and a prompt is padded to whole chunks.
+_LONGEST_CHUNK, _LONGEST_CHUNK_ON_CPU = 512, 128
 _CHUNK_TOKENS = 1024  # of all rows together, which keeps any machine busy and bounds the scores
 
 Message = dict[str, Any]
@@ -113,7 +116,8 @@ def prepare(
     need = max(len(p) + n for p, n in zip(ids, budget[::samples].tolist(), strict=True))
     slots = min(max(power_of_two(need), 64), context)
     most = power_of_two(_CHUNK_TOKENS // count + 1) // 2  # the power of two below
-    chunk = max(min(power_of_two(longest), LONGEST_CHUNK, most), 16)
+    cap = _LONGEST_CHUNK_ON_CPU if jax.default_backend() == "cpu" else _LONGEST_CHUNK
+    chunk = max(min(power_of_two(longest), cap, most), 16)
     padded = np.zeros((count, -(-slots // chunk) * chunk), np.int32)
     for row, prompt in enumerate(ids):
         padded[row, : len(prompt)] = prompt

@@ -103,7 +103,7 @@ def _parser() -> cli.Parser:
     number("--slots", default=2048, help="cache slots of a row (default %(default)s)")
     number(
         "--chunk",
-        default=256,
+        default=512,
         help="prompt tokens a step of prefill reads at most (default %(default)s)",
     )
     number("--draft_vocab", default=32768, help="tokens the head proposes (default %(default)s)")

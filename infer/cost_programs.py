@@ -238,8 +238,10 @@ class Programs(NamedTuple):
         call = prepare(model, prompts, tree, self.slots - self.chunk, 0.0, 1.0, 0, 0)
         if call.slots != self.slots:
             raise ValueError(f"{self.slots} slots are no bucket: the next one has {call.slots}")
+        if self.slots % self.chunk:
+            raise ValueError(f"a chunk of {self.chunk} does not divide {self.slots} slots")
         request, prompt, length = self._rows((call.request, call.prompt, call.prompt_length))
-        return call._replace(request=request, prompt=prompt, prompt_length=length)
+        return call._replace(request=request, prompt=prompt, prompt_length=length, chunk=self.chunk)
 
 
 def streaming_product(mesh: Mesh) -> tuple[str, int]:

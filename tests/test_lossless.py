@@ -244,7 +244,7 @@ def long_prompts(*lengths: int) -> list[list[int]]:
 
 @pytest.mark.parametrize("lengths", [(860, 5), (859, 1), (255, 257), (256, 512), (513, 700)])
 def test_long_prompts_and_the_end_of_the_context(lengths):
-    """Prompts are read in chunks of 256; the context of 900 is no power of two."""
+    """Prompts are read in chunks of 128; the context of 900 is no power of two."""
     model, prompts = rig_o(), long_prompts(*lengths)
     full = {860: CONTEXT, 859: CONTEXT - 1}.get(lengths[0], max(max(lengths) + 60, 520))
     budgets = [full - max(lengths), 40]
