@@ -17,7 +17,7 @@ from infer.load import Model
 from infer.session import proceed, start
 
 _STEPS = 8  # of one measurement
-_ROUNDS = 5
+_ROUNDS = 7
 _SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 # How deep the trees are that measure a level on which so many nodes propose.
 _DEPTH_BY_WIDTH = {1: 5, 2: 4, 4: 3, 8: 3}
@@ -71,7 +71,11 @@ def measure(
 def _in_turns(
     model: Model, prompt: Sequence[int], rows: int, temperature: float, trees: dict[str, Tree]
 ) -> dict[str, float]:
-    """Seconds of a step, the median of several rounds over all trees and plain decoding."""
+    """Seconds of a step, from the medians of several rounds over all trees and plain decoding.
+
+    A tree's is that of plain decoding times the ratio of the two in one round, since a machine's
+    speed drifts.
+    """
     found: dict[str, list[float]] = {name: [] for name in ("plain", *trees)}
     for turn in range(_ROUNDS + 1):
         for name, times in found.items():
@@ -87,7 +91,12 @@ def _in_turns(
             jax.block_until_ready(proceed(call, state, _STEPS))
             if turn:  # the first compiles
                 times.append((time.perf_counter() - started) / _STEPS)
-    return {name: statistics.median(times) for name, times in found.items()}
+    plain = found["plain"]
+    ratios = {
+        name: statistics.median(t / p for t, p in zip(times, plain, strict=True))
+        for name, times in found.items()
+    }
+    return {name: ratio * statistics.median(plain) for name, ratio in ratios.items()}
 
 
 def _wide(nodes: int) -> Tree:
