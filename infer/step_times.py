@@ -1,4 +1,4 @@
-"""The time of a decoding step by its tree: measured on some trees, interpolated for the others."""
+"""The time of a decoding step by its tree: measured on some trees, pieced together for others."""
 
 from __future__ import annotations
 
@@ -31,15 +31,19 @@ class StepTimes:
       passes: of a step with a tree one level deep, by its nodes, root included; of plain decoding
         for 1.
       levels: of each further level, by the nodes that propose on it.
+      trees: of a step with a tree that was measured itself.
     """
 
     passes: Mapping[int, float]
     levels: Mapping[int, float]
+    trees: Mapping[Tree, float] = dataclasses.field(default_factory=dict)
 
     def of(self, tree: Tree) -> float:
         """Of one step."""
         if tree == PLAIN:
             return self.passes[1]
+        if tree in self.trees:
+            return self.trees[tree]
         drafted = {nodes: seconds for nodes, seconds in self.passes.items() if nodes > 1}
         total = _interpolated(drafted, tree.size)
         for depth in range(2, tree.depth + 1):
@@ -68,8 +72,24 @@ def measure(
     return StepTimes(passes, levels)
 
 
+def with_trees(
+    times: StepTimes,
+    model: Model,
+    prompt: Sequence[int],
+    rows: int,
+    temperature: float,
+    trees: Sequence[Tree],
+) -> StepTimes:
+    """The same, and these trees measured themselves, relative to plain decoding."""
+    named = {str(tree): tree for tree in trees}
+    seconds = _in_turns(model, prompt, rows, temperature, named)
+    drift = times.passes[1] / seconds["plain"]
+    found = {tree: drift * seconds[name] for name, tree in named.items()}
+    return dataclasses.replace(times, trees=found)
+
+
 def _in_turns(
-    model: Model, prompt: Sequence[int], rows: int, temperature: float, trees: dict[str, Tree]
+    model: Model, prompt: Sequence[int], rows: int, temperature: float, trees: Mapping[str, Tree]
 ) -> dict[str, float]:
     """Seconds of a step, from the medians of several rounds over all trees and plain decoding.
 

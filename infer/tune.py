@@ -4,8 +4,9 @@
 
 Calibration prompts are answered plainly; how the head would have ranked every token of the answers
 gives, exactly, the passes that any tree would have taken. With the time of a step by its tree,
-measured here, that predicts tokens per second. The best few trees are then run and compared with
-plain decoding, in turns, and the fastest of all is stored.
+pieced together from what is measured here, that tells which few trees are worth a closer look.
+Theirs is measured, which predicts tokens per second; they are run and compared with plain decoding,
+in turns, and the fastest of all is stored.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from infer.engine import generate, speculative_generate
 from infer.load import Model
 from infer.questions import first_prompts, read_questions
 from infer.session import Generation
-from infer.step_times import StepTimes, measure
+from infer.step_times import StepTimes, measure, with_trees
 from infer.timing import machine, steady
 from infer.tree_search import acceptance, candidates, likely_paths
 from infer.tuning import Choice, Tuning, write_tuning
@@ -51,6 +52,10 @@ class Calibration(NamedTuple):
     texts: list[list[int]]
     ranks: list[np.ndarray]
 
+    def middle(self) -> list[int]:
+        """The prompt of middling length, for the time of a step."""
+        return sorted(self.prompts, key=len)[len(self.prompts) // 2]
+
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Measures, searches and stores."""
@@ -69,11 +74,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     trees = list(candidates(likely_paths(calibration.ranks), _SIZES))
     trees = [tree for tree in trees if tree.size <= arguments.max_nodes]
     choices, first = [], None
-    middle = sorted(prompts, key=len)[len(prompts) // 2]
     for size in arguments.batch_sizes:
-        with_times = measure(model, middle, size, arguments.temperature, arguments.max_nodes - 1)
-        first = first or with_times
-        choice = choose(model, calibration, trees, with_times, size, arguments)
+        middle = calibration.middle()
+        times = measure(model, middle, size, arguments.temperature, arguments.max_nodes - 1)
+        first = first or times
+        choice = choose(model, calibration, trees, times, size, arguments)
         print(_line(choice), flush=True)
         choices.append(choice)
     assert first is not None  # batch_sizes is not empty
@@ -137,9 +142,12 @@ def choose(
     batch_size: int,
     arguments: argparse.Namespace,
 ) -> Choice:
-    """Predicts all trees, runs the best few and plain decoding in turns, and takes the fastest."""
+    """Predicts all trees, measures and runs the best few and plain decoding in turns, and takes the
+    fastest."""
     forecasts = {tree: predicted(calibration, tree, times, batch_size) for tree in trees}
     finalists = sorted(trees, key=lambda tree: -forecasts[tree][0])[:_FINALISTS]
+    middle, temperature = calibration.middle(), arguments.temperature
+    times = with_trees(times, model, middle, batch_size, temperature, finalists)
     runs = _run(model, calibration, [PLAIN, *finalists], batch_size, arguments)
     best = max(runs, key=lambda tree: runs[tree].decoded_per_second)
     gain, per_pass = predicted(calibration, best, times, batch_size)
