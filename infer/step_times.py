@@ -6,6 +6,7 @@ import dataclasses
 import statistics
 import time
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -52,16 +53,29 @@ class StepTimes:
         return total
 
 
-def measure(
-    model: Model, prompt: Sequence[int], rows: int, temperature: float, most: int
-) -> StepTimes:
+class Setting(NamedTuple):
+    """What steps are measured with.
+
+    Attributes:
+      prompt: of every row.
+      new_tokens: that there is room for, which decides the cache slots.
+    """
+
+    model: Model
+    prompt: list[int]
+    rows: int
+    temperature: float
+    new_tokens: int
+
+
+def measure(setting: Setting, most: int) -> StepTimes:
     """Runs the compiled loop with trees of up to `most` nodes, in turns."""
     sizes = [n for n in _SIZES if n <= most]
     trees = {f"nodes {n}": _wide(n) for n in sizes}
     widths = [w for w, depth in _DEPTH_BY_WIDTH.items() if w * depth <= most]
     for width in widths:
         trees[f"levels {width}"] = _chains(width, _DEPTH_BY_WIDTH[width])
-    seconds = _in_turns(model, prompt, rows, temperature, trees)
+    seconds = _in_turns(setting, trees)
     passes = {1: seconds["plain"]} | {n + 1: seconds[f"nodes {n}"] for n in sizes}
     drafted = {nodes: s for nodes, s in passes.items() if nodes > 1}
     levels = {}
@@ -72,36 +86,29 @@ def measure(
     return StepTimes(passes, levels)
 
 
-def with_trees(
-    times: StepTimes,
-    model: Model,
-    prompt: Sequence[int],
-    rows: int,
-    temperature: float,
-    trees: Sequence[Tree],
-) -> StepTimes:
+def with_trees(times: StepTimes, setting: Setting, trees: Sequence[Tree]) -> StepTimes:
     """The same, and these trees measured themselves, relative to plain decoding."""
     named = {str(tree): tree for tree in trees}
-    seconds = _in_turns(model, prompt, rows, temperature, named)
+    seconds = _in_turns(setting, named)
     drift = times.passes[1] / seconds["plain"]
     found = {tree: drift * seconds[name] for name, tree in named.items()}
     return dataclasses.replace(times, trees=found)
 
 
-def _in_turns(
-    model: Model, prompt: Sequence[int], rows: int, temperature: float, trees: Mapping[str, Tree]
-) -> dict[str, float]:
+def _in_turns(setting: Setting, trees: Mapping[str, Tree]) -> dict[str, float]:
     """Seconds of a step, from the medians of several rounds over all trees and plain decoding.
 
     A tree's is that of plain decoding times the ratio of the two in one round, since a machine's
     speed drifts.
     """
+    model, prompt, rows, temperature, new_tokens = setting
     found: dict[str, list[float]] = {name: [] for name in ("plain", *trees)}
+    deepest = max(tree.depth for tree in trees.values())
+    budget = max(new_tokens, (_STEPS + 1) * (deepest + 1))  # no row may end meanwhile
     for turn in range(_ROUNDS + 1):
         for name, times in found.items():
             tree = trees.get(name, PLAIN)
-            budget = (_STEPS + 1) * (tree.depth + 1)
-            call = prepare(model, [list(prompt)] * rows, tree, budget, temperature, 1.0, 0, 0)
+            call = prepare(model, [prompt] * rows, tree, budget, temperature, 1.0, 0, 0)
             adjustments = call.request.sampling.adjustments
             never = adjustments._replace(ends=jnp.zeros_like(adjustments.ends))
             sampling = call.request.sampling._replace(adjustments=never)

@@ -11,7 +11,6 @@ in turns, and the fastest of all is stored.
 
 from __future__ import annotations
 
-import argparse
 import functools
 import sys
 from collections.abc import Callable, Sequence
@@ -30,7 +29,7 @@ from infer.engine import generate, speculative_generate
 from infer.load import Model
 from infer.questions import first_prompts, read_questions
 from infer.session import Generation
-from infer.step_times import StepTimes, measure, with_trees
+from infer.step_times import Setting, StepTimes, measure, with_trees
 from infer.timing import machine, steady
 from infer.tree_search import acceptance, candidates, likely_paths
 from infer.tuning import Choice, Tuning, write_tuning
@@ -75,10 +74,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     trees = [tree for tree in trees if tree.size <= arguments.max_nodes]
     choices, first = [], None
     for size in arguments.batch_sizes:
-        middle = calibration.middle()
-        times = measure(model, middle, size, arguments.temperature, arguments.max_nodes - 1)
+        settings = (arguments.temperature, arguments.max_new_tokens)
+        setting = Setting(model, calibration.middle(), size, *settings)
+        times = measure(setting, arguments.max_nodes - 1)
         first = first or times
-        choice = choose(model, calibration, trees, times, size, arguments)
+        choice = choose(calibration, trees, times, setting)
         print(_line(choice), flush=True)
         choices.append(choice)
     assert first is not None  # batch_sizes is not empty
@@ -135,24 +135,19 @@ def predicted(
 
 
 def choose(
-    model: Model,
-    calibration: Calibration,
-    trees: Sequence[Tree],
-    times: StepTimes,
-    batch_size: int,
-    arguments: argparse.Namespace,
+    calibration: Calibration, trees: Sequence[Tree], times: StepTimes, setting: Setting
 ) -> Choice:
     """Predicts all trees, measures and runs the best few and plain decoding in turns, and takes the
     fastest."""
-    forecasts = {tree: predicted(calibration, tree, times, batch_size) for tree in trees}
+    rows = setting.rows
+    forecasts = {tree: predicted(calibration, tree, times, rows) for tree in trees}
     finalists = sorted(trees, key=lambda tree: -forecasts[tree][0])[:_FINALISTS]
-    middle, temperature = calibration.middle(), arguments.temperature
-    times = with_trees(times, model, middle, batch_size, temperature, finalists)
-    runs = _run(model, calibration, [PLAIN, *finalists], batch_size, arguments)
+    times = with_trees(times, setting, finalists)
+    runs = _run(calibration, [PLAIN, *finalists], setting)
     best = max(runs, key=lambda tree: runs[tree].decoded_per_second)
-    gain, per_pass = predicted(calibration, best, times, batch_size)
+    gain, per_pass = predicted(calibration, best, times, rows)
     return Choice(
-        batch_size=batch_size,
+        batch_size=rows,
         tree=best,
         predicted=round(gain * runs[PLAIN].decoded_per_second, 2),
         measured=round(runs[best].decoded_per_second, 2),
@@ -161,18 +156,14 @@ def choose(
     )
 
 
-def _run(
-    model: Model,
-    calibration: Calibration,
-    trees: Sequence[Tree],
-    batch_size: int,
-    arguments: argparse.Namespace,
-) -> dict[Tree, Counts]:
+def _run(calibration: Calibration, trees: Sequence[Tree], setting: Setting) -> dict[Tree, Counts]:
     """All calibration prompts with each tree, tree by tree within each batch."""
     found: dict[Tree, list[Counts]] = {tree: [] for tree in trees}
-    prompts, settings = calibration.prompts, (arguments.max_new_tokens, arguments.temperature)
-    for at in tqdm(range(0, len(prompts), batch_size), desc="running", unit="batch", disable=None):
-        rows = range(at, min(at + batch_size, len(prompts)))
+    model, prompts = setting.model, calibration.prompts
+    settings = (setting.new_tokens, setting.temperature)
+    starts = range(0, len(prompts), setting.rows)
+    for at in tqdm(starts, desc="running", unit="batch", disable=None):
+        rows = range(at, min(at + setting.rows, len(prompts)))
         batch, seeds = [prompts[row] for row in rows], list(rows)
         for tree in trees:
             answer: Callable[..., Generation] = (
