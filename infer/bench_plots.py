@@ -9,7 +9,7 @@ from typing import Any
 from infer.bench_report import ALL, PLAIN, SPECULATIVE, Run, Settings, by_task, total_of
 from infer.counts import ratio
 from infer.timing import machine
-from infer.tuning import Tuning
+from infer.tuning import Choice, Tuning
 
 FORMATS = (".png", ".svg")
 _COLOURS = ("#2f855a", "#90cdaf", "#2b6cb0", "#90b4d9")
@@ -31,14 +31,15 @@ def draw(
             "pictures are drawn by matplotlib, which is not installed: "
             "pip install 'clover-jax[plots]'"
         ) from None
-    tuned = [t for t in tunings if (t.machine, t.dtype) == (machine(), settings.dtype)]
+    here = [t for t in tunings if (t.machine, t.dtype) == (machine(), settings.dtype)]
+    tuned = [choice for tuning in here for choice in tuning.choices]
     panels = 2 + bool(tuned)
     figure = Figure(figsize=(5.2 * panels, 4.2), layout="constrained")
     axes = figure.subplots(1, panels)
     _speed_up(axes[0], runs)
     _acceptance(axes[1], runs)
     if tuned:
-        _step_time(axes[2], tuned[0])
+        _step_time(axes[2], tuned)
     figure.suptitle(f"{settings.model}, {settings.dtype}, {settings.machine}", fontsize=11)
     figure.savefig(path, dpi=130)
 
@@ -78,12 +79,20 @@ def _acceptance(axis: Any, runs: Sequence[Run]) -> None:
     axis.legend(frameon=False)
 
 
-def _step_time(axis: Any, tuning: Tuning) -> None:
-    nodes = sorted(tuning.pass_milliseconds)
-    axis.plot(nodes, [tuning.pass_milliseconds[n] for n in nodes], "o-", color=_COLOURS[0])
+def _step_time(axis: Any, choices: Sequence[Choice]) -> None:
+    for index, choice in enumerate(choices):
+        nodes = sorted(choice.pass_milliseconds)
+        axis.plot(
+            nodes,
+            [choice.pass_milliseconds[n] for n in nodes],
+            "o-",
+            color=_COLOURS[index % 4],
+            label=f"{choice.batch_size} row{'s' * (choice.batch_size > 1)}",
+        )
     axis.set_ylim(bottom=0)
     axis.set_xlabel("nodes that the target checks")
     axis.set_title("milliseconds of a step, one level deep")
+    axis.legend(frameon=False)
 
 
 def _label(run: Run) -> str:

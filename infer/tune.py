@@ -11,6 +11,7 @@ in turns, and the fastest of all is stored.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import sys
 from collections.abc import Callable, Sequence
@@ -72,31 +73,24 @@ def main(argv: Sequence[str] | None = None) -> None:
     calibration = calibrate(model, prompts, arguments.max_new_tokens, arguments.temperature)
     trees = list(candidates(likely_paths(calibration.ranks), _SIZES))
     trees = [tree for tree in trees if tree.size <= arguments.max_nodes]
-    choices, first = [], None
+    tuning = Tuning(
+        machine=machine(),
+        dtype=model.weight_dtype,
+        temperature=arguments.temperature,
+        draft_vocab_size=model.draft_config.draft_vocab_size,
+        prompts=len(prompts),
+        new_tokens=sum(map(len, calibration.texts)),
+        acceptance=acceptance(calibration.ranks, _WIDTH).round(4).tolist(),
+        choices=[],
+    )
     for size in arguments.batch_sizes:
         settings = (arguments.temperature, arguments.max_new_tokens)
         setting = Setting(model, calibration.middle(), size, *settings)
         times = measure(setting, arguments.max_nodes - 1)
-        first = first or times
         choice = choose(calibration, trees, times, setting)
         print(_line(choice), flush=True)
-        choices.append(choice)
-    assert first is not None  # batch_sizes is not empty
-    path = write_tuning(
-        folder,
-        Tuning(
-            machine=machine(),
-            dtype=model.weight_dtype,
-            temperature=arguments.temperature,
-            draft_vocab_size=model.draft_config.draft_vocab_size,
-            prompts=len(prompts),
-            new_tokens=sum(map(len, calibration.texts)),
-            acceptance=acceptance(calibration.ranks, _WIDTH).round(4).tolist(),
-            pass_milliseconds={n: round(1e3 * s, 3) for n, s in first.passes.items()},
-            level_milliseconds={n: round(1e3 * s, 3) for n, s in first.levels.items()},
-            choices=choices,
-        ),
-    )
+        tuning = dataclasses.replace(tuning, choices=[*tuning.choices, choice])
+        path = write_tuning(folder, tuning)  # at once: the next may take long
     print(f"written to {path}")
 
 
@@ -153,6 +147,8 @@ def choose(
         measured=round(runs[best].decoded_per_second, 2),
         plain=round(runs[PLAIN].decoded_per_second, 2),
         tokens_per_pass=round(per_pass, 4),
+        pass_milliseconds={n: round(1e3 * s, 3) for n, s in times.passes.items()},
+        level_milliseconds={n: round(1e3 * s, 3) for n, s in times.levels.items()},
     )
 
 

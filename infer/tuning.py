@@ -31,6 +31,9 @@ class Choice:
       predicted, measured, plain: tokens per second of decoding: as the model of times has it from
         the speed of plain decoding, as it was, and of plain decoding in the same run.
       tokens_per_pass: verify passes alone, over all rows.
+      pass_milliseconds: of a step by the nodes of its tree, root included, one level deep; of plain
+        decoding for one node.
+      level_milliseconds: what each level more costs, by the nodes that propose on it.
     """
 
     batch_size: int
@@ -39,6 +42,8 @@ class Choice:
     measured: float
     plain: float
     tokens_per_pass: float
+    pass_milliseconds: dict[int, float]
+    level_milliseconds: dict[int, float]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,9 +55,6 @@ class Tuning:
       temperature, draft_vocab_size, prompts, new_tokens: what was run.
       acceptance: by depth and rank: the share of roots, of those whose true tokens had been
         proposed so far, whose next was of that rank.
-      pass_milliseconds: of a step by the nodes of its tree, root included, one level deep; of plain
-        decoding for one node; one row.
-      level_milliseconds: what each level more costs, by the nodes that propose on it; one row.
       choices: by batch size.
     """
 
@@ -63,8 +65,6 @@ class Tuning:
     prompts: int
     new_tokens: int
     acceptance: list[list[float]]
-    pass_milliseconds: dict[int, float]
-    level_milliseconds: dict[int, float]
     choices: list[Choice]
 
 
@@ -114,12 +114,19 @@ def _to_json(tuning: Tuning) -> dict[str, Any]:
 
 
 def _from_json(fields: dict[str, Any]) -> Tuning:
-    choices = [
-        Choice(**{**c, "tree": Tree(tuple(map(tuple, c["tree"]))) if c["tree"] else PLAIN})
-        for c in fields["choices"]
-    ]
-    by_number = {
-        name: {int(k): float(v) for k, v in fields[name].items()}
-        for name in ("pass_milliseconds", "level_milliseconds")
-    }
-    return Tuning(**{**fields, **by_number, "choices": choices})
+    return Tuning(**{**fields, "choices": [_choice(**c) for c in fields["choices"]]})
+
+
+def _choice(
+    *,
+    tree: list[list[int]],
+    pass_milliseconds: dict[str, float],
+    level_milliseconds: dict[str, float],
+    **others: Any,
+) -> Choice:
+    return Choice(
+        **others,
+        tree=Tree(tuple(map(tuple, tree))) if tree else PLAIN,
+        pass_milliseconds={int(k): float(v) for k, v in pass_milliseconds.items()},
+        level_milliseconds={int(k): float(v) for k, v in level_milliseconds.items()},
+    )

@@ -93,8 +93,10 @@ def test_the_time_of_a_tree_is_pieced_together():
 
 def tuning(**changes) -> Tuning:
     choices = [
-        Choice(1, parse_tree([[0], [0, 0], [1]]), 50.0, 49.0, 30.0, 2.1),
-        Choice(16, PLAIN, 300.0, 299.0, 299.0, 1.0),
+        Choice(
+            1, parse_tree([[0], [0, 0], [1]]), 50.0, 49.0, 30.0, 2.1, {1: 1.5, 2: 2.0}, {1: 0.5}
+        ),
+        Choice(16, PLAIN, 300.0, 299.0, 299.0, 1.0, {1: 9.0}, {}),
     ]
     fields = {
         "machine": machine(),
@@ -104,8 +106,6 @@ def tuning(**changes) -> Tuning:
         "prompts": 3,
         "new_tokens": 99,
         "acceptance": [[0.5, 0.25]],
-        "pass_milliseconds": {1: 1.5, 2: 2.0},
-        "level_milliseconds": {1: 0.5},
         "choices": choices,
     }
     return Tuning(**(fields | changes))
@@ -160,8 +160,8 @@ def test_the_command(tmp_path, capsys):
     (found,) = model.tunings
     assert [choice.batch_size for choice in found.choices] == [2]
     assert found.machine == machine()
-    assert sorted(found.pass_milliseconds) == [1, 2, 3, 4, 5, 7]
-    assert sorted(found.level_milliseconds) == [1]
+    assert sorted(found.choices[0].pass_milliseconds) == [1, 2, 3, 4, 5, 7]
+    assert sorted(found.choices[0].level_milliseconds) == [1]
     assert found.acceptance[0][0] > 0.9
     assert found.new_tokens == 22
     for choice in found.choices:
