@@ -25,11 +25,11 @@ lint: $(VENV)/.test
 	@$(RUN) -m mypy
 
 # How the README's table was made. A CPU without AMX is faster with BENCH="--dtype float32".
-BENCH := --dtype bfloat16 --tree '[[0],[1],[0,0],[0,0,0]]'
+BENCH := --dtype bfloat16
 
 # Needs the test set-up: the side-by-side with transformers runs in torch.
 bench: $(VENV)/.test
-	@$(RUN) -m infer.bench --transformers $(BENCH)
+	@$(RUN) -m infer.bench --transformers --prompt_lookup $(BENCH)
 
 clean:
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache build dist
