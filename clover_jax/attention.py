@@ -54,9 +54,9 @@ class Sums(NamedTuple):
     """A softmax over some keys, before it is divided by its total.
 
     Attributes:
-      maximum: f32 [B, K, T, G, 1], of the scores.
-      total: f32 [B, K, T, G, 1], sum of exp(score - maximum).
-      out: f32 [B, K, T, G, H], sum of exp(score - maximum) * value.
+      maximum: f32 [B, K, M, 1], of the scores.
+      total: f32 [B, K, M, 1], sum of exp(score - maximum).
+      out: f32 [B, K, M, H], sum of exp(score - maximum) * value.
     """
 
     maximum: jax.Array
@@ -92,45 +92,54 @@ def attend(
     if queries * groups == 1 and q.dtype.itemsize == 2:
         # A single row would not use the matrix unit of a TPU.
         q = jnp.pad(q, [(0, 0)] * 3 + [(0, LEAST_ROWS - 1), (0, 0)])
-    q = jnp.moveaxis(q, 2, 1)  # [B, K, T, G, H]
-    sums = over_keys(q, new, context.block_mask, softcap)
+    # The queries that share a kv head become the rows of one product per kv head.
+    rows = jnp.moveaxis(q, 2, 1).reshape(batch, kv_heads, -1, head_dim)  # [B, K, M, H]
+    sums = over_keys(rows, new, _by_row(context.block_mask, rows), softcap)
     if cache is not None:
-        sums = merge(sums, _over_cache(q, cache, context, softcap))
-    out = (sums.out / sums.total)[:, :, :, :groups]  # without the padding
+        sums = merge(sums, _over_cache(rows, queries, cache, context, softcap))
+    out = (sums.out / sums.total).reshape(batch, kv_heads, queries, -1, head_dim)
+    out = out[:, :, :, :groups]  # without the padding
     return jnp.moveaxis(out, 1, 2).reshape(batch, queries, heads * head_dim)
 
 
-def _over_cache(q: jax.Array, cache: LayerKV, context: Context, softcap: float | None) -> Sums:
-    if q.shape[2] < _MANY_QUERIES:
-        return over_keys(q, cache, context.cache_mask, softcap)
+def _over_cache(
+    rows: jax.Array, queries: int, cache: LayerKV, context: Context, softcap: float | None
+) -> Sums:
+    if queries < _MANY_QUERIES:
+        return over_keys(rows, cache, _by_row(context.cache_mask, rows), softcap)
     by_blocks = functools.partial(over_blocks, context=context, softcap=softcap)
     all_alike = context.cache_mask.shape[1] == 1  # the queries of a row see the same slots
-    if not (all_alike and splash.fits(q, cache.v.shape[2])):
-        return by_blocks(q, cache)
+    if not (all_alike and splash.fits(queries, cache.v.shape[2], rows.shape[-1])):
+        return by_blocks(rows, cache)
 
-    def by_kernel(q: jax.Array, cache: LayerKV) -> Sums:
+    def by_kernel(rows: jax.Array, cache: LayerKV) -> Sums:
+        q = rows.reshape(*rows.shape[:2], queries, -1, rows.shape[-1])
         out, log_total = splash.over_slots(q, *cache, context.cache_mask[:, 0], softcap)
-        return Sums(log_total[..., None], jnp.ones((*log_total.shape, 1), jnp.float32), out)
+        log_total = log_total.reshape(*rows.shape[:-1], 1)
+        return Sums(log_total, jnp.ones_like(log_total), out.reshape(rows.shape))
 
-    sums: Sums = jax.lax.platform_dependent(q, cache, tpu=by_kernel, default=by_blocks)
+    sums: Sums = jax.lax.platform_dependent(rows, cache, tpu=by_kernel, default=by_blocks)
     return sums
 
 
-def over_keys(q: jax.Array, kv: LayerKV, mask: jax.Array, softcap: float | None) -> Sums:
-    """All keys at once: q [B, K, T, G, H], mask bool [B or 1, T or 1, S]."""
-    # The queries that share a kv head become the rows of one product per kv head.
-    rows = q.reshape(*q.shape[:2], -1, q.shape[-1])
+def _by_row(mask: jax.Array, rows: jax.Array) -> jax.Array:
+    """A mask of queries [B or 1, T or 1, S] as one of rows, [B or 1, M or 1, S]."""
+    queries = mask.shape[1]
+    return mask if queries == 1 else jnp.repeat(mask, rows.shape[2] // queries, axis=1)
+
+
+def over_keys(rows: jax.Array, kv: LayerKV, mask: jax.Array, softcap: float | None) -> Sums:
+    """All keys at once: rows [B, K, M, H], mask bool [B or 1, M or 1, S]."""
     scores = jnp.einsum("bkmh,bkhs->bkms", rows, kv.k, preferred_element_type=jnp.float32)
-    scores = scores.reshape(*q.shape[:-1], -1)
     if softcap is not None:
         scores = softcap * jnp.tanh(scores / softcap)
-    scores = jnp.where(mask[:, None, :, None], scores, _MASKED)
+    scores = jnp.where(mask[:, None], scores, _MASKED)
     maximum = jax.lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True))
     weights = jnp.exp(scores - maximum)
     total = jnp.sum(weights, axis=-1, keepdims=True)
-    weights = weights.reshape(*rows.shape[:-1], -1).astype(kv.v.dtype)
+    weights = weights.astype(kv.v.dtype)
     out = jnp.einsum("bkms,bksh->bkmh", weights, kv.v, preferred_element_type=jnp.float32)
-    return Sums(maximum, total, out.reshape(q.shape))
+    return Sums(maximum, total, out)
 
 
 def merge(one: Sums, other: Sums) -> Sums:
@@ -140,7 +149,7 @@ def merge(one: Sums, other: Sums) -> Sums:
     return Sums(maximum, a * one.total + b * other.total, a * one.out + b * other.out)
 
 
-def over_blocks(q: jax.Array, cache: LayerKV, context: Context, softcap: float | None) -> Sums:
+def over_blocks(rows: jax.Array, cache: LayerKV, context: Context, softcap: float | None) -> Sums:
     """A cache block by block, those that no query sees left out."""
     slots = cache.v.shape[2]
     size = min(_BLOCK, slots)
@@ -151,12 +160,12 @@ def over_blocks(q: jax.Array, cache: LayerKV, context: Context, softcap: float |
         cut = functools.partial(jax.lax.dynamic_slice_in_dim, start_index=start, slice_size=size)
         kv = LayerKV(cut(cache.k, axis=3), cut(cache.v, axis=2))
         fresh = start + jnp.arange(size) >= first
-        mask = cut(context.cache_mask, axis=2) & fresh
-        return merge(sums, over_keys(q, kv, mask, softcap))
+        mask = _by_row(cut(context.cache_mask, axis=2) & fresh, rows)
+        return merge(sums, over_keys(rows, kv, mask, softcap))
 
-    lead = q.shape[:-1]
+    lead = rows.shape[:-1]
     nothing = Sums(
-        jnp.full((*lead, 1), _MASKED), jnp.zeros((*lead, 1)), jnp.zeros(q.shape, jnp.float32)
+        jnp.full((*lead, 1), _MASKED), jnp.zeros((*lead, 1)), jnp.zeros(rows.shape, jnp.float32)
     )
     first, end = context.cache_range
     return jax.lax.fori_loop(first // size, -(-end // size), add, nothing)

@@ -21,9 +21,9 @@ _BLOCK_QUERIES = 512
 _BLOCKS_OF_SLOTS = (1024, 512, 256, 128)  # the largest that divides the slots is taken
 
 
-def fits(q: jax.Array, slots: int) -> bool:
-    """Whether the kernel takes q [B, K, T, G, H]: whole lanes, on a single device."""
-    whole = all(size % _LANES == 0 for size in (q.shape[2], slots, q.shape[4]))
+def fits(queries: int, slots: int, head_dim: int) -> bool:
+    """Whether the kernel takes these sizes: whole lanes, on a single device."""
+    whole = all(size % _LANES == 0 for size in (queries, slots, head_dim))
     return whole and jax.sharding.get_abstract_mesh().size <= 1
 
 

@@ -84,11 +84,22 @@ def test_many_queries_read_the_cache_by_blocks(lengths, slots, window, softcap):
     expected = _plainly(arrays, context, 0.25, softcap)
     np.testing.assert_allclose(found, expected, atol=2e-5)
     # The same in one go, as fewer queries have it.
-    rows = jnp.moveaxis((q * 0.25).reshape(len(lengths), queries, 2, 3, 16), 2, 1)
-    block = over_keys(rows, LayerKV(new_k, new_v), context.block_mask, softcap)
-    past = over_keys(rows, LayerKV(k, v), context.cache_mask, softcap)
-    sums = merge(block, past)
-    at_once = jnp.moveaxis(sums.out / sums.total, 1, 2).reshape(found.shape)
+    few = [
+        attend(
+            q[:, at : at + 1],
+            LayerKV(new_k, new_v),
+            LayerKV(k, v),
+            context._replace(
+                block_mask=context.block_mask[:, at : at + 1],
+                cache_mask=context.cache_mask[:, min(at, context.cache_mask.shape[1] - 1)][:, None],
+            ),
+            0.25,
+            softcap,
+        )
+        for at in (0, 77)
+    ]
+    at_once = jnp.concatenate(few, axis=1)
+    found = found[:, (0, 77), :]
     np.testing.assert_allclose(found, at_once, atol=2e-5)
 
 
@@ -109,12 +120,14 @@ def test_the_kernel_of_tpus_says_the_same(softcap, slots):
     q = jnp.moveaxis((0.1 * q).reshape(batch, queries, kv_heads, groups, head_dim), 2, 1)
     seen = jnp.arange(slots) < jnp.asarray([0, 100, slots])[:, None]
     out, log_total = splash.over_slots(q, k, v, seen, softcap, interpret=True)
-    expected = over_keys(q, LayerKV(k, v), seen[:, None], softcap)
+    rows = q.reshape(batch, kv_heads, queries * groups, head_dim)
+    expected = over_keys(rows, LayerKV(k, v), seen[:, None], softcap)
+    out, log_total = out.reshape(rows.shape), log_total.reshape(rows.shape[:-1])
     np.testing.assert_allclose(out[1:], (expected.out / expected.total)[1:], atol=1e-5)
     expected_log = (expected.maximum + jnp.log(expected.total))[..., 0]
     np.testing.assert_allclose(log_total[1:], expected_log[1:], atol=1e-5)
     # Where nothing is seen it weighs nothing beside other keys.
-    some = over_keys(q, LayerKV(k, v), jnp.ones((1, 1, slots), bool), softcap)
+    some = over_keys(rows, LayerKV(k, v), jnp.ones((1, 1, slots), bool), softcap)
     past = Sums(log_total[..., None], jnp.ones((*log_total.shape, 1)), out)
     np.testing.assert_array_equal(merge(some, past).out[0], some.out[0])
 
