@@ -76,9 +76,15 @@ def prepare(
     """
     unknown = sorted(set(options) - set(Options.__annotations__))
     if unknown:
-        raise ValueError(
-            f"option {unknown[0]!r} is not known; known: {', '.join(Options.__annotations__)}"
+        known = (
+            "max_new_tokens",
+            "temperature",
+            "top_p",
+            "top_k",
+            "seed",
+            *Options.__annotations__,
         )
+        raise ValueError(f"option {unknown[0]!r} is not known; known: {', '.join(known)}")
     ids = [encode_prompt(model.tokenizer, p) for p in _as_list(prompts)]
     count = len(ids)
     samples = options.get("num_samples", 1)
