@@ -3,10 +3,9 @@
 A bucket is (batch size, samples per prompt, cache slots, prompt chunk, tree). Cache slots are the
 smallest power of two that holds the longest prompt with its budget, at least 64 and at most the
 model's context; the prompt chunk is a power of two from 16 to 512 (on CPUs 128), smaller with many
-rows. Number
-and length of bad words that are longer than a token count too, each rounded up to a power of two.
-All other settings, seeds, budgets, prompt lengths and ends are arguments of the program and never
-recompile it.
+rows. Number and length of bad words that are longer than a token count too, each rounded up to a
+power of two. All other settings, seeds, budgets, prompt lengths and ends are arguments of the
+program and never recompile it.
 """
 
 from __future__ import annotations

@@ -16,8 +16,10 @@ from infer.timing import machine
 
 FILE = "tuning.json"
 
-# Without a measurement. A CPU pays for every node that the target checks.
+# Without a measurement. A CPU pays for every node that the target checks, and with a few rows it is
+# busy without any (docs/decoding.md has figures).
 _ON_CPU = parse_tree([[0], [1], [0, 0], [0, 0, 0]])
+_ROWS_ON_CPU = 2
 _ELSEWHERE = parse_tree("paper")
 
 
@@ -98,12 +100,17 @@ def write_tuning(folder: Path, tuning: Tuning) -> Path:
 def auto_tree(tunings: Sequence[Tuning], dtype: str, rows: int) -> AnyTree:
     """The tree for `rows` rows on this machine, PLAIN if speculation is slower there.
 
-    Where this machine was not measured: a tree of four nodes on a CPU, else the paper's.
+    What was measured holds for half to twice as many rows, and plain decoding for any more. Beyond
+    that: on a CPU a tree of four nodes for one or two rows and PLAIN for more, else the paper's.
     """
     here = [t for t in tunings if (t.machine, t.dtype) == (machine(), dtype)]
-    if not here or not here[0].choices:
-        return _ON_CPU if jax.default_backend() == "cpu" else _ELSEWHERE
-    return min(here[0].choices, key=lambda choice: abs(choice.batch_size - rows)).tree
+    for choice in sorted(here[0].choices if here else [], key=lambda c: abs(c.batch_size - rows)):
+        smaller, larger = sorted((choice.batch_size, rows))
+        if larger <= 2 * smaller or (choice.tree == PLAIN and choice.batch_size <= rows):
+            return choice.tree
+    if jax.default_backend() != "cpu":
+        return _ELSEWHERE
+    return _ON_CPU if rows <= _ROWS_ON_CPU else PLAIN
 
 
 def _to_json(tuning: Tuning) -> dict[str, Any]:

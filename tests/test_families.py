@@ -108,6 +108,29 @@ def test_what_lies_before_the_window_does_not_matter() -> None:
     assert np.abs(a - b)[0, 7].max() > 1e-3  # sees token 3
 
 
+@pytest.mark.parametrize("windows", [(40,), (600, 40), (None, 40)])
+def test_a_long_chunk_reads_all_that_its_windows_hold(windows: tuple[int | None, ...]) -> None:
+    """Chunks of 128 read the cache in blocks of 512 slots, from the first that a window reaches."""
+    layers = CONFIG.num_layers
+    config = dataclasses.replace(CONFIG, windows=(windows * layers)[:layers])
+    target, weights = Target(config), {"params": rigs.rig_r(config).params}
+    tokens = jnp.asarray(np.random.default_rng(0).integers(0, 32, (1, 896)))
+    whole, new = target.apply(weights, tokens, jnp.arange(896)[None], causal_mask(896))
+    cache = kv_cache.init(config, 1, 900, jnp.dtype(jnp.float32))
+    cache = kv_cache.commit(cache, new, jnp.arange(896)[None], whole)
+    for start in (0, 513, 548, 768):  # nothing before; a slot of the second block; both; it alone
+        part = slice(start, start + 128)
+        found, _ = target.apply(
+            weights,
+            tokens[:, part],
+            jnp.arange(896)[None, part],
+            causal_mask(128),
+            cache,
+            jnp.asarray([start]),
+        )
+        np.testing.assert_allclose(found, whole[:, part], atol=1e-4)
+
+
 @pytest.mark.parametrize("config", [SLIDING, MIXED], ids=["sliding", "mixed"])
 def test_speculative_equals_plain(config: TargetConfig) -> None:
     model = rigs.rig_r(config)

@@ -16,7 +16,7 @@ from tiny_head import perfect_head
 
 from clover_jax.tree import PLAIN, DynamicTree, Tree, parse_tree
 from clover_jax.weights.source import CheckpointError
-from infer import cli, generate, load, speculative_generate, tune
+from infer import cli, generate, load, speculative_generate, step_times, tune
 from infer.calibrate import count_passes, token_ranks
 from infer.call import prepare
 from infer.step_times import StepTimes
@@ -119,8 +119,46 @@ def test_tunings_are_kept_by_machine_and_dtype(tmp_path):
     assert read_tunings(tmp_path) == [other, ours]
     assert auto_tree([other, ours], "float32", 2).paths == ((0,), (1,), (0, 0))
     assert auto_tree([other, ours], "float32", 12) == PLAIN
-    assert auto_tree([other, ours], "bfloat16", 1) == parse_tree([[0], [1], [0, 0], [0, 0, 0]])
-    assert auto_tree([], "float32", 1) == auto_tree([other], "float32", 1)
+    four_nodes = parse_tree([[0], [1], [0, 0], [0, 0, 0]])
+    assert auto_tree([other, ours], "bfloat16", 1) == four_nodes
+    assert auto_tree([], "float32", 1) == auto_tree([other], "float32", 1) == four_nodes
+
+
+def test_a_tuning_holds_for_about_as_many_rows():
+    measured = tuning()
+    one, sixteen = measured.choices
+    # Far from what was measured, a CPU with more than two rows decodes plainly.
+    assert auto_tree([], "float32", 2) != PLAIN
+    assert auto_tree([], "float32", 3) == PLAIN
+    one_alone = dataclasses.replace(measured, choices=[one])
+    assert auto_tree([one_alone], "float32", 2) == one.tree
+    assert auto_tree([one_alone], "float32", 3) == PLAIN
+    # Beyond a size at which plain decoding was faster it is faster still; below, who knows.
+    tree_at_eight = dataclasses.replace(one, batch_size=8)
+    both = dataclasses.replace(measured, choices=[tree_at_eight, sixteen])
+    assert auto_tree([both], "float32", 4) == auto_tree([both], "float32", 11) == one.tree
+    assert auto_tree([both], "float32", 200) == PLAIN
+    sixteen_alone = dataclasses.replace(measured, choices=[sixteen])
+    assert auto_tree([sixteen_alone], "float32", 1) == auto_tree([], "float32", 1)
+
+
+def test_every_step_is_measured_in_the_same_cache_slots(monkeypatch):
+    """A tree emits more tokens than plain decoding, but the slots decide what a pass costs."""
+    slots = set()
+
+    def spy(*arguments):
+        call = prepare(*arguments)
+        slots.add((call.slots, call.shape.tree == PLAIN))
+        return call
+
+    monkeypatch.setattr(step_times, "prepare", spy)
+    monkeypatch.setattr(step_times, "_ROUNDS", 1)
+    trees = [parse_tree("chain-1"), parse_tree("chain-5")]
+    setting = step_times.Setting(rig_m(), [1] * 30, 1, 0.0, 8)
+    times = step_times.with_trees(StepTimes({1: 1.0}, {}), setting, trees)
+    assert slots == {(128, True), (128, False)}  # 30 tokens and 9 steps of up to 6
+    assert times.trees.keys() == set(trees)
+    assert times.of(trees[1]) == times.trees[trees[1]] > 0
 
 
 @pytest.mark.parametrize("text", ["{", "[3]", '[{"machine": "a"}]', "{}x"])
